@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions check setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions test-python golden check pre-commit setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -69,12 +69,29 @@ test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depend
 	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf,llama-cpp]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
 	@touch $@
 
+# Pythons other than CI's: a torch for CPUs is needed for the tests (TORCH="torch==..." names another; also
+# the lowest: make test-python PYTHON_VERSIONS=3.11 TORCH=torch==2.11.0).
+PYTHON_VERSIONS ?= 3.12 3.13
+TORCH ?= $(shell grep '^torch==' constraints.txt)
+FAST := tests/attention tests/cache tests/data tests/losses tests/models tests/policies tests/theory
+
+test-python: setup ## sources compiled, and fast tests run, with other Pythons (PYTHON_VERSIONS="3.12 3.13")
+	$(BIN)/python tools/test_python.py $(PYTHON_VERSIONS) --torch "$(TORCH)" --tests $(FAST)
+
+golden: setup ## figures of the whole product against those in tests/golden/golden.json
+	$(BIN)/python benchmarks/golden.py check tests/golden/golden.json
+
 check: setup ## lint, format, types, order of the rooms, readable code
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 	$(BIN)/python tools/check_style.py
+	$(BIN)/codespell
+	$(BIN)/deptry .
+
+pre-commit: setup ## run the fast checks at every commit, the slower ones at every push
+	$(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push
 
 bench: smollm2 ## benchmarks; ratios measured in one run
 	for name in attention attention_matching checkpoint data decode export gradient growth loss trainer training; do $(BIN)/python benchmarks/$$name.py; done

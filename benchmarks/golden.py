@@ -4,8 +4,10 @@
     python benchmarks/golden.py check golden.json       # at the new one; exit 1 if a figure differs
 
 Figures come from public names and from the files that commands write. Each has a relative
-tolerance: 0 where the arithmetic must be the same, larger where a solver may change. A tensor is
-represented by its sum, its norm and its product with a fixed random tensor.
+tolerance that holds on processors with other vector widths: 1e-3 for rounding, more if a solver
+magnifies it. Routers without noise are left out: they start at a critical point, where rounding
+decides. A tensor is represented by its sum, its norm and its product with a fixed random tensor.
+``make golden`` checks tests/golden/golden.json.
 """
 
 import argparse
@@ -23,8 +25,7 @@ from transformers import GemmaConfig, GemmaForCausalLM
 import kvcat
 
 ROOT = Path(__file__).parent.parent
-STORIES = ROOT.parent / "shared/assets/models/stories260K"
-ROUNDING = 1e-5
+ROUNDING = 1e-3
 SOLVER = 0.02
 Figures = dict[str, list[float]]
 
@@ -56,8 +57,7 @@ def texts(folder: Path) -> Path:
 def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
     """Losses and gradient norms of three steps of every policy and form of the masked pass."""
     cases = {
-        "router": {},
-        "router-noise": {"router_noise": 0.05},
+        "router": {"router_noise": 0.05},
         "random": {"policy": "random"},
         "attention": {"policy": "attention"},
         "control": {"policy": "control"},
@@ -75,7 +75,7 @@ def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
             batch_size=4,
             warmup_steps=1,
             validation_sequences=4,
-            **{"router_noise": 0.0, **options},
+            **options,
         )
         kvcat.train(config, progress=False)
         records = [
@@ -89,9 +89,7 @@ def training(folder: Path) -> Iterator[tuple[str, list[float], float]]:
 
 
 def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
-    """The three models, with the number of tokens of a window."""
-    if STORIES.exists():
-        yield "stories260K", kvcat.load(str(STORIES))[0], 256
+    """Two models, with the number of tokens of a window."""
     yield "kvcat-base", kvcat.load("kvcat-base")[0], 512
     torch.manual_seed(0)
     config = GemmaConfig(
@@ -103,25 +101,25 @@ def models() -> Iterator[tuple[str, torch.nn.Module, int]]:
         num_key_value_heads=2,
         head_dim=16,
         max_position_embeddings=512,
+        initializer_range=0.15,  # uneven attention, so that compression costs something
     )
     yield "gemma", GemmaForCausalLM(config).eval(), 256
 
 
+# not keynorm: repeated tokens have keys of equal norm, among which rounding decides
+EVICTIONS = ("first", "streaming", "snapkv", "h2o", "tova")
 METHODS: dict[str, tuple[str, dict[str, object], float]] = {
     "stable": ("attention-matching", {"budgets": "equal"}, SOLVER),
     "paper": ("attention-matching", {"preset": "paper"}, 1e-3),
     "no-log-bias": ("attention-matching", {"log_bias": False, "budgets": "equal"}, 1e-3),
-    "adaptive": ("attention-matching", {"budgets": "adaptive"}, 0.3),
+    "adaptive": ("attention-matching", {"budgets": "adaptive"}, SOLVER),
     "gradient": ("gradient", {"num_steps": 5}, 1e-3),
-    **{
-        name: (name, {}, ROUNDING)
-        for name in ("first", "streaming", "keynorm", "snapkv", "h2o", "tova")
-    },
+    **{name: (name, {}, ROUNDING) for name in EVICTIONS},
 }
 
 
 def caches() -> Iterator[tuple[str, list[float], float]]:
-    """KL, NLL and tensors of every method's caches on three models; trace, masks and dense logits
+    """KL, NLL and tensors of every method's caches on two models; trace, masks and dense logits
     of each."""
     for label, model, length in models():
         vocab = model.config.get_text_config().vocab_size
@@ -139,9 +137,9 @@ def caches() -> Iterator[tuple[str, list[float], float]]:
             for keep in (0.1, 0.4):
                 cache = kvcat.compress.make_compressor(method, **options)(traced, keep_ratio=keep)
                 scores = kvcat.compare(traced, cache)
-                figures = [*scores.nll.tolist(), *scores.kl.tolist()]
-                yield f"cache/{label}/{name}/{keep:g}", figures, tolerance
-                if tolerance == ROUNDING:
+                yield f"nll/{label}/{name}/{keep:g}", scores.nll.tolist(), tolerance
+                yield f"kl/{label}/{name}/{keep:g}", scores.kl.tolist(), tolerance
+                if name in EVICTIONS:
                     layers = [
                         tensor for layer in cache.layers for tensor in (layer.keys, layer.values)
                     ]
@@ -216,23 +214,28 @@ def evaluations(folder: Path) -> Iterator[tuple[str, list[float], float]]:
 
 
 def demo(folder: Path) -> Iterator[tuple[str, list[float], float]]:
-    """The quick demo's records; training and solver may differ by rounding."""
+    """The quick demo's records; training and solver may differ by rounding.
+
+    The demo reads the installed Python sources, so its figures belong to one installation.
+    """
     command("demo", "--quick", "--out", str(folder / "demo"))
     for key, figures in records(folder / "demo" / "suffix"):
         yield f"demo/{key}", figures, 0.05
 
 
-def figures_of_today() -> tuple[Figures, dict[str, float]]:
-    """All figures and their tolerances."""
+def figures_of_today(with_demo: bool) -> tuple[Figures, dict[str, float]]:
+    """All figures and their tolerances; those of the demo only on request."""
     all_figures: Figures = {}
     tolerances: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, group in (
-            ("caches", caches()),
-            ("training", training(Path(folder, "training"))),
-            ("evaluations", evaluations(Path(folder, "evals"))),
-            ("demo", demo(Path(folder, "demo"))),
-        ):
+        groups = {
+            "caches": caches(),
+            "training": training(Path(folder, "training")),
+            "evaluations": evaluations(Path(folder, "evals")),
+        }
+        if with_demo:
+            groups["demo"] = demo(Path(folder, "demo"))
+        for name, group in groups.items():
             print(f"{name} ...", file=sys.stderr)
             for key, figures, tolerance in group:
                 all_figures[key] = figures
@@ -270,9 +273,10 @@ def main() -> int:
     )
     parser.add_argument("action", choices=("record", "check"))
     parser.add_argument("file", type=Path)
+    parser.add_argument("--demo", action="store_true", help="with the quick demo (minutes)")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures, tolerances = figures_of_today()
+    figures, tolerances = figures_of_today(arguments.demo)
     if arguments.action == "record":
         arguments.file.write_text(json.dumps(figures, indent=0) + "\n")
         return 0

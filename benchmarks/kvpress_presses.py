@@ -101,7 +101,7 @@ def main() -> None:
             print(row(press.name, traced, press), flush=True)
         except InputError as error:
             trained = (
-                "it wants a part trained for the model, which kvpress downloads for some models"
+                "it needs a part trained for the model, which kvpress downloads for some models"
             )
             refusals.append(
                 f"| {name} | "

@@ -180,9 +180,9 @@ def test_results_of_an_evaluation_whose_package_is_gone_are_named(tmp_path, caps
         '{"evaluation": "price-list", "dataset": "x", "num_examples": 1, "methods": []}'
     )
     assert run(["report", str(tmp_path), "-o", str(tmp_path / "page")]) == 2
-    told = capsys.readouterr().err
-    assert "config.json: no evaluation 'price-list'; there are longbench, needle" in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "config.json: no evaluation 'price-list'; there are longbench, needle" in message
+    assert message.count("\n") == 1
 
 
 EVALUATION_MODULE = """
@@ -240,9 +240,9 @@ def test_an_evaluation_that_does_not_fit_is_listed_and_gives_one_line(
     assert run(["eval", "--help"]) == 0
     assert f"eval {name} " in capsys.readouterr().out
     assert run(["eval", name, "kvcat-base", "--out", str(tmp_path / "out")]) == 2
-    told = capsys.readouterr().err
-    assert message in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert message in message
+    assert message.count("\n") == 1
     assert find_evaluation("suffix").facts.deciding == "kl"
     sys.modules.pop("evaluations_of_a_test", None)
 

@@ -23,11 +23,30 @@ HABIT_WORDS = {
     r"\bwent on\b": "continued",
     r"\bstands? (?:beside|behind|below|above|in|for|there|at)\b": "is, follows, represents",
     r"\btold\b": "reported, named",
+    r"\bwithout a word\b": "silently",
+    r"\bon paper\b": "simulated",
+    r"\bpose as\b": "look like",
+    r"\bnothing else is said\b": "unless another is named",
     r"\bbeside\b": "next to",
     r"\bsaid again\b": "repeated",
     r"\bhands? on\b": "pass",
     r"\bis asked of\b": "is requested from",
     r"\bgive way\b": "are overwritten",
+}
+
+# Words that the product's code and pages avoid too; tests may use them.
+PRODUCT_WORDS = {
+    r"(?-i:\b[Rr]efus(?:e|es|ed|ing|al)\b)": "reject, is rejected, error",
+    r"\btells?\b(?!\()": "reports, shows, distinguishes",
+    r"\bsaid\b": "named, reported",
+    r"\bbut for\b": "except",
+    r"\bmade anew\b": "computed again",
+    r"\bgives? what\b": "has the result of",
+    r"\b(?:for|of) what follows\b": "the text after it",
+    r"\bas ever\b": "as usual",
+    r"\ball the same\b": "still",
+    r"\bshar(?:e|es|ed|ing) out\b": "allocate",
+    r"\btake(?:s|n)? away\b": "removes",
 }
 
 
@@ -75,8 +94,10 @@ def _bound_names(node: ast.AST) -> Iterator[str]:
 
 def check_words(path: Path, findings: Findings) -> None:
     """Note habit words of a page or of a Python file."""
+    is_product = path.suffix == ".md" or path.parts[0] == "src"
+    words = {**HABIT_WORDS, **PRODUCT_WORDS} if is_product else HABIT_WORDS
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
-        for pattern, better in HABIT_WORDS.items():
+        for pattern, better in words.items():
             match = re.search(pattern, line, flags=re.IGNORECASE)
             if match:
                 findings.add(path, number, f"{match[0]!r}: say {better}")

@@ -89,7 +89,7 @@ _HOME = {
     "trace": "compress",
     "train": "training.loop",
 }
-"""Module of every name that is not a module itself."""
+"""The module of every name that is not a module itself."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""How many rows of numbers are worked on at once; whole intermediate tensors never exist."""
+"""The number of rows to process at once, so that whole intermediate tensors never exist."""
 
 import torch
 
@@ -18,11 +18,11 @@ def rows_per_chunk(
     device_elements: int = DEVICE_ELEMENTS,
     least: int = 1,
 ) -> int:
-    """Rows of ``row_elements`` numbers each that are worked on at once.
+    """The number of rows of ``row_elements`` numbers to process at once.
 
     Args:
         row_elements: numbers that one row holds.
-        device: where they are.
+        device: device of the rows.
         cpu_elements: most numbers of a chunk on a CPU.
         device_elements: most numbers of a chunk on an accelerator.
         least: rows of a chunk even if they hold more numbers than that.

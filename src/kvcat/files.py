@@ -169,13 +169,13 @@ def claim_folder(
 def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> Iterator[None]:
     """Lock a folder, made if absent, so that no other process writes to it during the block.
 
-    The operating system releases the lock however the process ends. Writers of different parts of a
-    folder use lock files of different names. A folder that was made here and stays empty is
+    However the process ends, the operating system releases the lock. Writers of different parts of
+    a folder use lock files of different names. A folder that was made here and stays empty is
     removed.
 
     Args:
         folder: to write to.
-        name: of the lock file.
+        name: name of the lock file.
         timeout: seconds to wait for another writer.
 
     Raises:
@@ -207,7 +207,7 @@ def remove_partial(folder: Path) -> None:
 
 
 def _sync(*paths: Path) -> None:
-    """Return when files and folders are on disk."""
+    """Wait until files and folders are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

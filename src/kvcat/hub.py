@@ -1,4 +1,4 @@
-"""Access to the Hugging Face Hub: models as files on this machine, data sets, and whether it
+"""Access to the Hugging Face Hub: models as local files, data sets, and a check that the Hub
 answers.
 
 The module loads neither torch nor transformers, so that a wrong name is reported at once.
@@ -25,7 +25,7 @@ from kvcat.files import read_json
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
 HUB_PREFIX = "hub:"
-"""What the name of a data set on the Hub begins with."""
+"""The beginning of the name of a data set on the Hub."""
 PATIENCE = 4.0  # seconds until the Hub counts as unreachable
 
 _ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")
@@ -36,7 +36,7 @@ _REPOSITORY = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 
 
 def models_home() -> Path:
-    """Where ``kvcat get`` puts models: ``models`` in KVCAT_HOME, else in the user's cache."""
+    """The folder of ``kvcat get``: ``models`` in KVCAT_HOME, or else in the user's cache."""
     home = os.environ.get("KVCAT_HOME")
     if not home:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
@@ -220,7 +220,8 @@ class HubDataSet:
 
 
 def hub_obstacle() -> str | None:
-    """Why nothing can come from the Hub, as the end of a sentence; None if it answers in seconds.
+    """The reason why the Hub cannot be used, as the end of a sentence; None if it answers within
+    seconds.
 
     The clients of the Hub retry for minutes without a network.
     """

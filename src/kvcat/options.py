@@ -32,7 +32,7 @@ def parse_spec(spec: str, what: str = "method") -> tuple[str, dict[str, Any]]:
 
     Args:
         spec: the text.
-        what: the word for it in error messages.
+        what: the word for such a text in error messages.
 
     Raises:
         InputError: no name, an option without a value, or an option that occurs twice.
@@ -55,7 +55,7 @@ def check_options(kind: type, options: Mapping[str, Any], name: str) -> None:
     """Reject options that a dataclass does not have, and values of another type than the field's.
 
     Raises:
-        InputError: the first such option, with the options that exist or the type wanted.
+        InputError: the first such option, with the options that exist or the required type.
     """
     hints = typing.get_type_hints(kind)
     check_typed_options({f.name: hints[f.name] for f in dataclasses.fields(kind)}, options, name)
@@ -70,7 +70,7 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
         name: whose options they are, for error messages.
 
     Raises:
-        InputError: the first such option, with the options that exist or the type wanted.
+        InputError: the first such option, with the options that exist or the required type.
     """
     for option, value in options.items():
         if option not in hints:
@@ -84,7 +84,7 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
 
 
 def typed_value(value: Any, hint: Any) -> Any:
-    """A value from JSON, TOML or Python in the type of an option.
+    """A value from JSON, TOML or Python, converted to the type of an option.
 
     Whole numbers serve as numbers, and lists as tuples. Numbers are finite.
 

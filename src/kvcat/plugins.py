@@ -1,4 +1,5 @@
-"""What other packages add, by entry point: names without an import, objects when they are used.
+"""Plug-ins from other packages, by entry point. Their names need no import; an object is imported
+when it is used.
 
 A package declares, for example,
 
@@ -31,7 +32,7 @@ def plugin_packages(group: str, name: str) -> list[str]:
 
 
 def load_plugin(group: str, name: str) -> Any:
-    """The object behind a name of ``plugin_names``.
+    """The object that is registered under a name of ``plugin_names``.
 
     Raises:
         InputError: two packages add the name, or the package cannot be imported.
@@ -51,7 +52,7 @@ def load_plugin(group: str, name: str) -> Any:
 
 
 def check_new_names(group: str, taken: set[str]) -> None:
-    """Reject plug-ins that have the name of something in kvcat itself.
+    """Reject plug-ins with a name that kvcat uses itself.
 
     Raises:
         InputError: the first such name, with its package.

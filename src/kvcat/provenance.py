@@ -57,7 +57,7 @@ def command_line(arguments: list[str]) -> str:
 def _shortened(word: str) -> str:
     """A word with its paths shortened, quoted for a shell.
 
-    Paths are also found behind "=", ",", ":", a quote or a bracket.
+    Paths are also found after "=", ",", ":", a quote or a bracket.
     """
     return shlex.quote(_PATH.sub(_short_path, word))
 

@@ -1,8 +1,8 @@
-"""Text to token ids: tokens that begin a text, control tokens in a text, text behind other text.
+"""Text to token ids: tokens that begin a text, control tokens in a text, text after other text.
 
-A text is text: where it spells a control token, such as ``<|im_end|>``, it becomes the characters'
-tokens and not the control token. Control tokens are those that the tokenizer marks as special, and
-added tokens that its chat template writes.
+If a text spells a control token, such as ``<|im_end|>``, the result is the tokens of its characters
+and not the control token. Control tokens are those that the tokenizer marks as special, and added
+tokens that its chat template writes.
 """
 
 import re
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # how Python represents bytes of a command line that are not UTF-8
 _ESCAPED_BYTES = range(0xDC80, 0xDD00)
-# a text is encoded behind one of these; there is nearly always one that shares no token with it
+# a text is encoded after one of these; there is nearly always one that shares no token with it
 _STAND_INS = ("\n", "a", ".", "1")
 
 Encode = Callable[[str], list[int]]
@@ -36,7 +36,7 @@ class TextEncoder:
     """Token ids of texts, with nothing added at the start or the end.
 
     Args:
-        tokenizer: of transformers, fast or slow.
+        tokenizer: a tokenizer of transformers, fast or slow.
         allow_special: a control token that a text spells becomes that token.
     """
 
@@ -49,14 +49,16 @@ class TextEncoder:
         return self.joined([Piece(text)])
 
     def behind(self, text: str) -> list[int]:
-        """Token ids of a text that follows another one, as in a text of both.
+        """Token ids of a text that follows another one, the same as in one text of both.
 
         A tokenizer that puts a space before a text does not put it here.
         """
         return self.joined([Piece(text)], behind=True)
 
     def joined(self, pieces: Sequence[Piece], *, behind: bool = False) -> list[int]:
-        """Token ids of one text of several pieces; ``behind`` as in the method of that name."""
+        """Token ids of one text that consists of several pieces; ``behind`` as in the method of
+        that name.
+        """
         text = "".join(piece.text for piece in pieces)
         encode = self._whole
         fragments = [text]
@@ -112,14 +114,14 @@ def as_text(
     control: Mapping[int, str],
     unknown: int | None,
 ) -> list[int]:
-    """Token ids of a text without control tokens: ``ids`` where they have none, else new ones.
+    """Token ids of a text without control tokens: ``ids`` if they contain none, or else new ones.
 
-    Tokenizers can be asked not to look for special tokens. They still look for added tokens that
+    Tokenizers have an option not to look for special tokens. They still look for added tokens that
     are not marked as special, and some models of tokens have control tokens among theirs. Then the
     text is cut inside each control token, and the fragments are encoded one by one.
 
     Raises:
-        InputError: a control token stays in whatever way the text is cut.
+        InputError: a control token remains however the text is cut.
     """
     unwanted = control.keys() - {unknown}
     if unwanted.isdisjoint(ids):
@@ -149,7 +151,7 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
 
 
 def unknown_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token of characters that the tokenizer does not know; None: there is none."""
+    """The token for characters that the tokenizer does not know; None if there is none."""
     return cast("int | None", tokenizer.unk_token_id)
 
 
@@ -172,8 +174,8 @@ def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
 def encode_behind(encode: Encode, text: str, unknown: int | None = None) -> list[int]:
     """Token ids of a text that follows another one.
 
-    The text is encoded behind a stand-in, whose own tokens are then taken away. Where the border
-    lies inside a token, another stand-in is tried; where it always does, the text is encoded alone.
+    The text is encoded after a stand-in, whose tokens are then removed. If the border lies inside a
+    token, another stand-in is tried. If it does for every stand-in, the text is encoded alone.
     """
     if not text:
         return []
@@ -187,12 +189,12 @@ def encode_behind(encode: Encode, text: str, unknown: int | None = None) -> list
 
 
 def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list[int]:
-    """The token ids that begin a text: for most tokenizers a BOS token, for many nothing.
+    """The token ids that begin a text: a BOS token for many tokenizers, nothing for others.
 
     Args:
-        tokenizer: of transformers.
-        bos: "auto" takes what the tokenizer puts there; "always" takes the BOS token where the
-            tokenizer puts nothing; "never" takes nothing.
+        tokenizer: a tokenizer of transformers.
+        bos: "auto": what the tokenizer puts there; "always": the BOS token if the tokenizer puts
+            nothing there; "never": nothing.
 
     Raises:
         InputError: "always" without a BOS token, or a tokenizer that changes a text beyond that.
@@ -218,7 +220,7 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
 
 
 def closing_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The token ids that the tokenizer puts behind a text, such as EOS; for most nothing."""
+    """The token ids that the tokenizer puts after a text, such as EOS; for most tokenizers none."""
     whole = tokenizer.encode("a")
     body = tokenizer.encode("a", add_special_tokens=False)
     return whole[len(opening_ids(tokenizer)) + len(body) :]

@@ -1,4 +1,4 @@
-"""Array annotations, the legend of axis names, and the width that sums need.
+"""Array annotations, the meaning of axis names, and the dtype for sums.
 
 Axes: ``batch`` examples, ``tokens`` positions of a sequence, ``heads`` query heads, ``kv_heads``
 key-value heads (``heads`` is a multiple of it), ``queries`` positions that attend, ``keys``

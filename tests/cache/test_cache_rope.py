@@ -93,7 +93,7 @@ def test_a_dense_cache_answers_as_the_stock_model_or_says_that_it_cannot(kind, l
             }
             cache = kvcat.trace(model, whole, **options).dense_cache()
             if crosses:
-                assert "room for what follows" in refusal(cache.inputs, model, asked)
+                assert "room for the text that follows" in refusal(cache.inputs, model, asked)
                 cache = kvcat.trace(model, whole, room=question, **options).dense_cache()
             with torch.no_grad():
                 assert error(model(**cache.inputs(model, asked)).logits, expected) < 1e-5
@@ -173,7 +173,7 @@ def test_every_cache_and_its_file_record_the_factors(method, tmp_path):
     assert loaded.metadata["rope"] == "short"
     kl = kvcat.compare(made, loaded).kl
     assert kl.isfinite().all()
-    assert "room for what follows" in refusal(loaded.inputs, model, tokens(30, 1))
+    assert "room for the text that follows" in refusal(loaded.inputs, model, tokens(30, 1))
     silent = CompactCache(cache.layers, 40, fingerprint(model))
     assert "does not say which" in refusal(silent.inputs, model, tokens(3))
     assert "leave out static_tokens" in refusal(loaded.inputs, model, tokens(3), static_tokens=9)

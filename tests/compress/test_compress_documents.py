@@ -121,7 +121,7 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
     [
         (
             PLAIN.replace("m['content']", "m['content'] | upper"),
-            "does not write a user's text once as it is",
+            "does not write a user's text once and unchanged",
         ),
         (PLAIN.replace("m['content']", "m['content'] | lower"), "changes a user's text"),
         (PLAIN.replace("m['content']", "m['content'] | tojson"), "changes a user's text"),
@@ -136,21 +136,24 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
         ),
         (
             PLAIN.replace("m['content']", "m['content'][:10]"),
-            "does not write a user's text once as it is",
+            "does not write a user's text once and unchanged",
         ),
         (
             PLAIN.replace("{{ m['content'] }}", "{{ m['content'] }}{{ m['content'] }}"),
-            "once as it is",
+            "once and unchanged",
         ),
-        (PLAIN.replace("{{ m['content'] }}", ""), "does not write a user's text once as it is"),
+        (
+            PLAIN.replace("{{ m['content'] }}", ""),
+            "does not write a user's text once and unchanged",
+        ),
         (
             "{{ raise_exception('a system turn first') }}",
-            "refuses these messages: a system turn first",
+            "rejects these messages: a system turn first",
         ),
-        ("{% for m in messages %}{{ m['content'] }", "refuses these messages: unexpected"),
+        ("{% for m in messages %}{{ m['content'] }", "rejects these messages: unexpected"),
         ("{{ 1 / 0 }}", "fails: ZeroDivisionError"),
         ("{{ messages[0]['content'] + 1 }}", "fails: TypeError"),
-        ("{{ messages[0].nothing.more }}", "refuses these messages"),
+        ("{{ messages[0].nothing.more }}", "rejects these messages"),
         ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
     ],
 )

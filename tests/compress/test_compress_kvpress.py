@@ -235,7 +235,7 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_rejected(
     for name, options, message in (
         ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
         ("ScorerPress", {}, "no press 'ScorerPress'"),
-        ("SimLayerKVPress", {}, "its size follows from its own options"),
+        ("SimLayerKVPress", {}, "its options set its size"),
         (
             "DecodingPress+KnormPress",
             {},

@@ -143,7 +143,7 @@ def test_what_does_not_fit_is_rejected_and_the_engine_still_works(served, tmp_pa
         for tokens, message in (
             ([], "one or more tokens"),
             ([96], r"in 0\.\.95"),
-            ([1] * 257, "fit behind 0 of 256"),
+            ([1] * 257, "do not fit: 0 of 256 cells"),
         ):
             with pytest.raises(InputError, match=message):
                 running.logits(tokens)

@@ -174,5 +174,5 @@ def test_models_whose_keys_cannot_be_rotated_and_wrong_rotations_are_rejected_by
     attention.forward = lambda *args, position_embeddings, **kwargs: forward(
         *args, position_embeddings=[x.roll(1, -1) for x in position_embeddings], **kwargs
     )
-    with pytest.raises(InputError, match="the keys of layer 1 do not turn with their position"):
+    with pytest.raises(InputError, match="the keys of layer 1 do not rotate with their position"):
         KeyRotation(model, -23)

@@ -73,7 +73,7 @@ def test_another_document_under_a_name_has_another_salt(folder):
     fields = [request_fields(prefix, path.name, [5, 6], "mine") for prefix in (first, second)]
     assert fields[0]["prompt"] == fields[1]["prompt"] == [0] * 7 + [5, 6]
     assert fields[0]["cache_salt"] != fields[1]["cache_salt"]
-    with pytest.raises(InputError, match="has changed since it was asked for"):
+    with pytest.raises(InputError, match="has changed since it was requested"):
         first.load()
 
 
@@ -108,7 +108,7 @@ def test_questions_continue_the_turn_that_the_document_opens():
     with pytest.raises(InputError, match="something else before the document"):
         chat_ids(tokenizer, conversation, chat=True)
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
-    with pytest.raises(InputError, match="refuses these messages: roles must alternate"):
+    with pytest.raises(InputError, match="rejects these messages: roles must alternate"):
         chat_ids(tokenizer, conversation, chat=True)
 
 

@@ -12,7 +12,7 @@ def test_each_erratum_shows_the_known_numbers():
     assert len(shown) == 8
     numbers = {
         "Theorem, item 2": "0 of 6 budgets",
-        "Note behind Proposition 1": (
+        "Note after Proposition 1": (
             "(0.0038 at N = 12), which looks at n = N - 1; compressibility asks for every n, "
             "and there the optimum is 0.1414 for all N, at n = 2"
         ),

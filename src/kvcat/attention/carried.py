@@ -1,9 +1,9 @@
-"""What only kvcat's attention adds to the keys of a cache, and how it gets there.
+"""Data that a cache attaches to its keys for kvcat's attention.
 
 transformers passes the keys that a cache layer's ``update`` returns to its attention function
 unchanged. So the cache layer sets an attribute on that tensor (``attach``), and kvcat's attention
 function reads it (``carried_by``); no channel, mask or argument of the model is needed. An
-operation on the keys in between would lose the attribute without a sound. Therefore every
+operation on the keys in between would lose the attribute without an error. Therefore every
 ``Carried`` records whether attention has read it: the cache layer checks this at its next update,
 and ``kvcat.models.self_test`` before the first use of a model. Only this module knows the
 attribute.
@@ -26,7 +26,7 @@ SlotsByHead = Callable[[int, int], Head]
 
 @dataclass
 class Carried:
-    """What the keys carry: a log-bias, or slots that the keys do not contain.
+    """The data that keys carry: a log-bias, or slots that the keys do not contain.
 
     Args:
         log_bias: nats added to the scores of the first keys. The keys after them get none.
@@ -42,13 +42,13 @@ class Carried:
 
 
 def attach(keys: Float[Tensor, "rows kv_heads keys head_dim"], carried: Carried) -> Tensor:
-    """The same keys, carrying it."""
+    """The same keys, with the data attached."""
     keys.kv_carried = carried  # type: ignore[attr-defined]
     return keys
 
 
 def carried_by(keys: Float[Tensor, "rows kv_heads keys head_dim"]) -> Carried | None:
-    """What the keys carry, marked as taken; None if they carry nothing."""
+    """The data that the keys carry, marked as taken; None if they carry none."""
     carried = getattr(keys, "kv_carried", None)
     if carried is not None:
         carried.taken = True

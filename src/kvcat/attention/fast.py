@@ -72,17 +72,18 @@ def attend_twice(
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
     Of the T + S positions the first T are a sequence that attends densely. The last S are its
-    tokens prefix_len..T-1 again. They see the slots of the sequence before prefix_len where
-    ``keep`` is 1, and those of the repeated suffix up to their own position. The prefix is thus
-    computed once for both.
+    tokens prefix_len..T-1 again. They see the slots before prefix_len for which ``keep`` is 1, and
+    those of the repeated suffix up to the query's position. The prefix is thus computed once for
+    both.
 
     Args:
-        q, k, v: of all T + S positions, after rotation; S = T - prefix_len.
+        q, k, v: queries, keys and values of all T + S positions, after rotation; S = T -
+            prefix_len.
         keep: 1 for kept slots of the prefix, 0 for dropped ones; gradient as in ``attend``.
         prefix_len: tokens before the split, in 1..T-1.
         scale: factor on q.k.
         window: tokens that a query sees, itself included; None: no limit.
-        detach_prefix: the repeated suffix gives the prefix's keys and values no gradient.
+        detach_prefix: the repeated suffix passes no gradient to the prefix's keys and values.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
     if window is not None and window >= num_tokens:
@@ -120,15 +121,15 @@ def attend_ragged(
     *,
     scale: float,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Attention over each head's slots, which every query sees, and the tokens behind them.
+    """Attention over each head's slots, which every query sees, and the tokens after them.
 
     Heads are computed one by one, for all rows that continue the same example. Nothing is padded.
 
     Args:
-        q, k, v: of the tokens behind the slots, after rotation.
-        slots: of every head.
+        q, k, v: queries, keys and values of the tokens after the slots, after rotation.
+        slots: the slots of every head.
         rows: the example that each row of the batch continues.
-        mask: which of the tokens behind the slots a query sees; None: causal.
+        mask: which of the tokens after the slots a query sees; None: causal.
         scale: factor on q.k.
     """
     group = q.shape[1] // k.shape[1]
@@ -154,7 +155,7 @@ def _attend_behind(
     reach: Bool[Tensor, "#rows queries new"] | None,
     scale: float,
 ) -> Float[Tensor, "rows group queries value_dim"]:
-    """Attention over one head's slots and over the tokens behind them."""
+    """Attention over one head's slots and over the tokens after them."""
     slot_keys, slot_values, slot_bias = head
     num_rows = len(k)
     keys = torch.cat([slot_keys.to(k.dtype).expand(num_rows, 1, -1, -1), k], dim=2)

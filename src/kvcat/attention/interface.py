@@ -1,6 +1,6 @@
 """kvcat's attention inside unmodified transformers models, registered under the name "kvcat".
 
-It gets two things besides queries, keys and values. A gate (``SlotGate``) says which slots the
+Besides queries, keys and values it gets two inputs. A gate (``SlotGate``) says which slots the
 masked rows of a batch see; a decoder layer gets it as a keyword. The keys of a compact cache carry
 a log-bias or slots (``kvcat.attention.carried``).
 """
@@ -23,9 +23,11 @@ from kvcat.types import Bool, Float, Tensor
 NAME = "kvcat"
 
 KVRecord = Callable[[int, Tensor, Tensor, Tensor, float], None]
-"""Gets a layer's number, its queries, keys and values after rotation, and the scale."""
+"""A function that gets a layer's number, its queries, keys and values after rotation, and the
+scale."""
 Decision = Callable[[Tensor, Tensor, float, int | None], Tensor]
-"""Makes the visible slots from all rows' queries and keys after rotation, scale and window."""
+"""A function that makes the visible slots from all rows' queries and keys after rotation, scale and
+window."""
 
 
 class SlotGate:
@@ -39,7 +41,8 @@ class SlotGate:
             None: decided in the attention of the group's first layer.
         prefix_len: tokens before the suffix that runs again, in rows ``[sequence, its suffix
             again]``; ``keep`` then has the prefix's slots. None: whole rows are masked.
-        detach_prefix: the suffix that runs again gives the prefix's keys and values no gradient.
+        detach_prefix: the suffix that runs again passes no gradient to the prefix's keys and
+            values.
         decide: makes ``keep``. It is called once, without gradient, so that a layer that runs again
             finds the gate that the later layers used.
     """
@@ -104,7 +107,7 @@ def kvcat_attention(
         kv_record(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
     carried = carried_by(key)
-    # several queries behind a cache: transformers would need a real mask
+    # several queries after a cache: transformers would need a real mask
     is_causal_tail = (
         attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs)
     )
@@ -175,7 +178,7 @@ def _dense_and_masked(
 def _behind_slots(
     query: Tensor, key: Tensor, value: Tensor, carried: Carried, mask: Tensor | None, scale: float
 ) -> Float[Tensor, "rows heads queries value_dim"]:
-    """Attention over slots, which every query sees, and over the tokens behind them."""
+    """Attention over slots, which every query sees, and over the tokens after them."""
     num_slots = 0 if carried.log_bias is None else carried.log_bias.shape[-1]
     reach = _reach(mask)
     if reach is not None:
@@ -202,7 +205,7 @@ def kvcat_mask(
 ) -> Tensor | None:
     """Transformers' mask for SDPA; None if the queries are the last keys and all else is seen.
 
-    transformers makes a real mask for several queries behind a cache; ``kvcat_attention`` does not
+    transformers makes a real mask for several queries after a cache; ``kvcat_attention`` does not
     need it. For a static cache, whose keys end in empty slots, transformers sometimes returns None;
     here it gets a real mask. The arguments are those of transformers; ``attention_mask`` is 0 for
     padding, by position.

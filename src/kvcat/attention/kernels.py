@@ -90,11 +90,11 @@ def attend_biased(
     The queries are those of the last keys. ``log_bias`` is finite and belongs to the first keys.
 
     On a CPU the kernel adds the bias to whole columns of scores. If the queries are fewer than the
-    keys, one call attends to the keys before the queries, and a causal one to the queries' own
-    keys. Their normalisers merge the two: o = sum_p e^{l_p - l} o_p with l = log sum_p e^{l_p},
-    where l_p is the log of the attention mass of range p of the keys. The backward of each range,
-    with the merged o and l, gives its share of the whole gradient. Elsewhere, and where
-    ``cpu_kernel`` is False, extra channels carry the bias.
+    keys, one call attends to the keys before the queries, and a causal one to the keys at the
+    queries' positions. Their normalisers merge the two: o = sum_p e^{l_p - l} o_p with l = log
+    sum_p e^{l_p}, where l_p is the log of the attention mass of range p of the keys. The backward
+    of each range, with the merged o and l, gives its share of the whole gradient. Elsewhere, and
+    where ``cpu_kernel`` is False, extra channels carry the bias.
     """
     # one query sees all keys; in a compiled graph the comparison would be symbolic, which the
     # kernels reject
@@ -233,7 +233,9 @@ def _extend_queries(q: Tensor) -> Tensor:
 
 
 def _of_one_width(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """With zeros in further channels: the CPU kernels need one width for all three."""
+    """The three tensors with zeros in added channels, because the CPU kernels need one width for
+    all.
+    """
     width = max(q.shape[-1], k.shape[-1], v.shape[-1])
     return _widened(q, width), _widened(k, width), _widened(v, width)
 

@@ -19,9 +19,9 @@ class KeepGradient(torch.autograd.Function):
 
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are
     the dense attention. The derivative of the masked pass itself, at the visible slots alone, would
-    give a dropped slot an unbounded weight. The forward pass costs nothing. The backward pass makes
-    the scores again, a few queries at a time. ``apply`` takes out, keep, q, k, v, reach and scale,
-    as in ``attend``.
+    give a dropped slot an unbounded weight. The forward pass costs nothing. The backward pass
+    computes the scores again, a few queries at a time. ``apply`` takes out, keep, q, k, v, reach
+    and scale, as in ``attend``.
     """
 
     @staticmethod

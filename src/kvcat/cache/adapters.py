@@ -1,7 +1,7 @@
 """PEFT adapters inside a model: the tensors of the model itself and those of active adapters.
 
 PEFT replaces a layer by one that holds the old layer and the adapters' tensors by name. Such layers
-are recognised by what they have, so that peft need not be installed.
+are recognised by their attributes, so that peft need not be installed.
 """
 
 from collections.abc import Iterator
@@ -30,7 +30,7 @@ def check_no_adapters(model: nn.Module, doing: str) -> None:
 
     Args:
         model: any model.
-        doing: participle for the message, such as "saved".
+        doing: the participle in the message, such as "saved".
     """
     check_not_wrapped(model)
     if _adapted_layers(model):
@@ -43,8 +43,8 @@ def check_no_adapters(model: nn.Module, doing: str) -> None:
 def tensors_of(model: nn.Module) -> Tensors:
     """Parameters and buffers of a model and of its active adapters.
 
-    Adapters that are off, or merged into the weights, add nothing. The adapters' names are in no
-    tensor's name.
+    Adapters that are off, or merged into the weights, add nothing. No tensor's name contains the
+    name of an adapter.
     """
     layers = _adapted_layers(model)
     tensors = Tensors({}, {}, {})
@@ -75,8 +75,8 @@ def tensors_of(model: nn.Module) -> Tensors:
 def _holds(layer: nn.Module, adapter: str) -> bool:
     """Whether a layer has tensors or settings of an adapter.
 
-    PEFT makes an adapter active in the layers of all adapters, also in those that it does not
-    change.
+    PEFT makes an adapter active in the layers of all adapters, even in layers that this adapter
+    does not change.
     """
     names = [name.split(".") for name, _ in _named_tensors(layer)]
     return any(adapter in words for words in names) or bool(_settings_of(layer, adapter))
@@ -92,7 +92,7 @@ def _settings_of(layer: nn.Module, adapter: str) -> dict[str, Any]:
 
 
 def _adapted_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """The outermost layers that PEFT put in place of the model's own, by name."""
+    """The outermost layers that PEFT put in place of layers of the model, by name."""
     layers: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         is_inside = any(name.startswith(f"{outer}.") for outer in layers)

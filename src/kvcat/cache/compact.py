@@ -121,7 +121,8 @@ class CompactCache:
 
         Args:
             path: the file.
-            model: the cache must belong to it and moves to its device; None: no check.
+            model: the model that the cache must belong to. The cache moves to its device. None: no
+                check.
 
         Raises:
             InputError: a file that is missing, truncated, corrupt, not from kvcat, or of another
@@ -227,11 +228,13 @@ class CompactCache:
             raise InputError(
                 f"{model.config.model_type}: the cache has the rotary factors for more than "
                 f"{border} tokens, and here are {total}: trace the document without its suffix, "
-                "or with room for what follows (room=)"
+                "or with room for the text that follows (room=)"
             )
 
     def longest_text(self, model: PreTrainedModel) -> int | None:
-        """Most tokens of prefix and following text for the cache's rotary factors; None: any."""
+        """The most tokens of prefix and following text that the cache's rotary factors allow; None:
+        no limit.
+        """
         return rope_border(model.config) if self.rotary_factors(model) == "short" else None
 
     def rotary_factors(self, model: PreTrainedModel) -> Factors | None:
@@ -264,7 +267,7 @@ class CompactCache:
 
         If the cache has a log-bias, or heads with different numbers of slots, the model gets
         kvcat's attention, because stock attention supports neither. Every forward of the model with
-        the result is checked first: its tokens have to follow those that the cache holds.
+        the result is checked first: its tokens must follow those that the cache holds.
 
         Args:
             model: the model the cache was made with.
@@ -334,5 +337,5 @@ class CompactCache:
 
 
 def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:
-    """A hash of the tokens of one document or several, equal only for equal tokens."""
+    """A hash of the tokens of one or several documents; different tokens have different hashes."""
     return hashlib.sha256(repr(tokens.tolist()).encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
 """Compact caches as safetensors files with a checksum over every byte.
 
 A file is a safetensors file: eight bytes with the length of the header, the header as JSON, the
-tensors' bytes. Ours hold a ``format`` of the form NAME-VERSION and a SHA-256 over every byte of the
-file, taken with zeros in its own place.
+tensors' bytes. kvcat's files hold a ``format`` of the form NAME-VERSION and a SHA-256 over every
+byte of the file, computed with zeros in the place of the hash.
 """
 
 import hashlib
@@ -117,7 +117,7 @@ def parse_metadata(text: str, name: object) -> dict[str, str]:
 
     Args:
         text: JSON.
-        name: of the cache, for the message.
+        name: name of the cache, for the message.
 
     Raises:
         InputError: not a table of texts.
@@ -147,7 +147,7 @@ def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
 
 
 def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> list[Layer]:
-    """The layers of a file of these header entries and tensors.
+    """The layers of a file with these header entries and tensors.
 
     Raises:
         InputError: an entry or a tensor that is missing, unknown, or not as in a cache.

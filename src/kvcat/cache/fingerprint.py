@@ -1,7 +1,8 @@
-"""What identifies a model: its configuration, weights, buffers and active adapters.
+"""The fingerprint of a model, from its configuration, weights, buffers and active adapters.
 
-A fingerprint begins with the number of its scheme, ``2:``. Files of the first scheme hold 64 digits
-alone; it looked at fewer settings, at no buffer, and is computed only to compare with such files.
+A fingerprint begins with the number of its scheme, ``2:``. Fingerprints of the first scheme are 64
+digits without a number. That scheme covered fewer settings and no buffers. It is computed only to
+compare with files that hold such a fingerprint.
 """
 
 import hashlib
@@ -81,8 +82,8 @@ def fingerprint(model: nn.Module) -> str:
       are off has the fingerprint of the model without them.
 
     The hash of the tensors is kept until one of them is replaced or written to. Autograd does not
-    notice a write through ``.data``; it is noticed here if it changes one of 16 numbers spread over
-    the tensor.
+    notice a write through ``.data``. Such a write is noticed here if it changes one of 16 numbers
+    spread over the tensor.
     """
     check_not_wrapped(model)
     tensors = tensors_of(model)
@@ -135,7 +136,7 @@ def fingerprint_like(recorded: str, model: nn.Module) -> str:
 
 
 def are_comparable(first: str, second: str) -> bool:
-    """Whether two fingerprints are of the same scheme."""
+    """Whether two fingerprints have the same scheme."""
     return first.startswith(SCHEME) == second.startswith(SCHEME)
 
 
@@ -168,7 +169,7 @@ def _hash_of(tensors: dict[str, Tensor]) -> str:
 
 
 def _state_of(tensors: dict[str, Tensor]) -> _State:
-    """Places, versions and a sample of tensors: what shows whether one of them has changed."""
+    """Addresses, versions and a sample of tensors, which show whether one of them has changed."""
     versions = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
     return (*versions, _sample(tensors.values()))
 
@@ -250,7 +251,7 @@ def _mentions(reader: type, name: str) -> bool:
 
 
 def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
-    """A setting for JSON, the same for all values that mean the same."""
+    """A setting as a JSON value, equal for all values with the same meaning."""
     if isinstance(value, PreTrainedConfig):
         return _settings(value, reader)
     if isinstance(value, dict):
@@ -287,7 +288,9 @@ def _module(model: nn.Module, path: str) -> nn.Module | None:
 
 
 def _counts(model: nn.Module, name: str) -> bool:
-    """Whether a computed buffer counts: rotary ones are compared elsewhere, positions never."""
+    """Whether a computed buffer counts: rotary buffers are compared elsewhere, and positions are
+    not compared.
+    """
     module = _module(model, name.rpartition(".")[0])
     return not _is_rotary(module) and not name.endswith(_INPUT_BUFFERS)
 

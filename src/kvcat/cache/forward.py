@@ -1,4 +1,4 @@
-"""A model's forward behind a compact cache: the cache's argument, and checks before a forward."""
+"""A model's forward after a compact cache: the cache's argument, and checks before a forward."""
 
 import inspect
 from collections.abc import Sequence
@@ -32,9 +32,9 @@ class PrefixCache(Cache):
 
     Args:
         layers: one ``PrefixLayer`` for each layer of the model.
-        factors: the rotary factors that the keys have, where they depend on the length of the text
+        factors: the rotary factors of the keys, if these depend on the length of the text
             (``rope``).
-        any_length: hold these factors beyond the border as well.
+        any_length: use these factors beyond the border as well.
     """
 
     def __init__(
@@ -55,9 +55,8 @@ class PrefixCache(Cache):
         self.held: AbstractContextManager[None] | None = None
 
     def __bool__(self) -> bool:
-        """False, because of Phi-3: its ``generate`` drops a cache that is true.
-
-        It does so once a question is longer than the border of the rotary factors.
+        """False, because Phi-3's ``generate`` drops a cache that is true once a question is longer
+        than the border of the rotary factors.
         """
         return False
 
@@ -71,9 +70,9 @@ class PrefixCache(Cache):
 def guard(model: PreTrainedModel, past: PrefixCache) -> None:
     """Hook every forward of the model with a ``PrefixCache``.
 
-    The hooks check the forward before it runs, and hold the cache's rotary factors in it. They are
+    The hooks check the forward before it runs, and make it use the cache's rotary factors. They are
     on the model's ``base_model`` as long as one of its caches is in use. Forwards with other caches
-    or none do not change.
+    or without a cache do not change.
     """
     module = model.base_model
     if _before not in module._forward_pre_hooks.values():
@@ -87,7 +86,7 @@ def guard(model: PreTrainedModel, past: PrefixCache) -> None:
 
 @dataclass
 class _Guarded:
-    """The hooks of a module, and how many caches need them."""
+    """The hooks of a module, and the number of caches that need them."""
 
     handles: list[RemovableHandle]
     num_caches: int = 0
@@ -153,11 +152,11 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
             raise _misfit(length, f"an attention_mask of {mask.shape[1]}", num_new)
     elif isinstance(positions, Tensor) and positions.dim() == 2:
         next_position = int(positions.max()) + 1
-        behind = length + num_new - next_position
+        num_padding = length + num_new - next_position
         # the mask for a static cache has another form, which does not show the left padding
-        if mask is not None and past.padding is None and 0 <= behind < num_new:
-            past.padding = behind
-        if behind != (past.padding or 0):
+        if mask is not None and past.padding is None and 0 <= num_padding < num_new:
+            past.padding = num_padding
+        if num_padding != (past.padding or 0):
             raise _misfit(length, f"positions up to {next_position}", num_new)
 
 
@@ -186,7 +185,7 @@ def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
     old = past.tokens[:, :known]
     if known > 1 and ids.shape[1] > known and torch.equal(ids[:, :known], old):
         raise InputError(
-            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds behind its "
+            f"the {ids.shape[1]} new tokens begin with the {known} that the cache holds after its "
             "document: give it the new tokens alone, or start again with a fresh "
             "cache.inputs(model, input_ids)"
         )

@@ -18,9 +18,9 @@ class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
 
     Positions continue from ``num_tokens`` (the prefix length), however few slots there are.
-    The returned keys carry (``Carried``) what only kvcat's attention function knows: the log-bias,
-    or, where heads hold different numbers of slots, the slots themselves, which are never padded or
-    copied; the keys are then those of the new tokens alone.
+    The returned keys carry (``Carried``) what only kvcat's attention function understands. This is
+    the log-bias or, if heads hold different numbers of slots, the slots themselves, which are never
+    padded or copied. In the second case the keys are those of the new tokens alone.
 
     Args:
         slots: the prefix.
@@ -70,8 +70,8 @@ class PrefixLayer(CacheLayerMixin):
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of slots and all tokens so far, with the new tokens appended.
 
-        A cache of batch b serves a batch that is a multiple of b: every row is repeated, as beams
-        are. Refuses another batch, and a sliding window that is too short.
+        A cache of batch b fits a batch that is a multiple of b: every row is repeated, as beams
+            are. Any other batch is rejected, and so is a sliding window that is too short.
         """
         _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
         batch = len(key_states)
@@ -178,7 +178,7 @@ class StaticPrefixLayer(PrefixLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs
     ) -> tuple[Tensor, Tensor]:
-        """The whole room, the new tokens written behind those before."""
+        """The whole room, the new tokens written after those before."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         num_added = key_states.shape[-2]
@@ -210,7 +210,7 @@ class StaticPrefixLayer(PrefixLayer):
 
 
 def layer_windows(config: Any) -> list[int | None]:
-    """Sliding window of every layer in tokens, None where a layer sees everything before it.
+    """Sliding window of every layer in tokens; None if a layer sees all earlier tokens.
 
     Raises:
         InputError: a layer keeps no keys and values (linear attention, state space) or shares

@@ -1,11 +1,11 @@
-"""Rotary embeddings whose factors depend on the length of the text, held to one set of factors.
+"""Fixes one set of factors for rotary embeddings whose factors depend on the length of the text.
 
 LongRoPE (Phi-3, Phi-4-mini, MiniCPM) has two sets of factors: a short one for texts of at most
 ``original_max_position_embeddings`` tokens, which is called the border here, and a long one for
-longer texts. transformers chooses the set anew in every forward, by the highest position. Keys that
-were rotated with one set are wrong for queries of the other, so every forward with a compact cache
-uses the set that its keys have. Dynamic NTK has other factors for every length beyond the border,
-so that only lengths up to the border are supported.
+longer texts. transformers chooses the set again in every forward, by the highest position. Keys
+that were rotated with one set are wrong for queries of the other, so every forward with a compact
+cache uses the set that its keys have. Dynamic NTK has different factors for every length beyond the
+border, so only lengths up to the border are supported.
 """
 
 from collections.abc import Callable, Iterator
@@ -59,7 +59,7 @@ def _are_sets_equal(parameters: dict[str, Any]) -> bool:
 def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:
     """The factors that transformers uses for a text of ``num_tokens`` tokens.
 
-    None where they do not depend on the length.
+    None if they do not depend on the length.
 
     Raises:
         InputError: more tokens than dynamic NTK has fixed factors for.
@@ -85,7 +85,7 @@ def check_length(config: PreTrainedConfig, factors: Factors, num_tokens: int) ->
         rope_factors(config, num_tokens)  # rejects dynamic NTK, where more room would not help
         raise InputError(
             f"{config.model_type}: the cache was made with the rotary factors for at most {border} "
-            f"tokens, and here are {num_tokens}: make it again with room for what follows "
+            f"tokens, and here are {num_tokens}: make it again with room for the text that follows "
             "(room=, kvcat compress --room)"
         )
 
@@ -154,7 +154,7 @@ def _rotary_modules(model: nn.Module) -> list[tuple[nn.Module, str | None]]:
 
 
 def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) -> Callable[[], None]:
-    """A function that undoes what this one does: give a rotary module fixed factors."""
+    """Give a rotary module fixed factors; returns a function that undoes this."""
     name = _buffer_name(layer_type)
     # one call with a position in the right range makes the module choose the factors
     _cosines(module, layer_type, [border if factors == "long" else 0])
@@ -171,7 +171,8 @@ def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) ->
 
 
 def _can_hold(module: nn.Module, layer_type: str | None, factors: Factors, border: int) -> bool:
-    """Whether held factors rotate as the module does in a text of the length they are for.
+    """Whether the fixed factors rotate as the module does in a text of the length that they belong
+    to.
 
     The first positions must have the same cosines with and without a position beyond the border.
     """

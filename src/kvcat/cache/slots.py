@@ -14,7 +14,7 @@ Rows = Int[Tensor, " rows"] | list[int] | slice
 
 
 class _Slots:
-    """Common to both kinds of layers."""
+    """The base class of both kinds of layers."""
 
     counts: Int[Tensor, "batch kv_heads"]
 
@@ -30,7 +30,9 @@ class _Slots:
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "Layer":
-        """On another device, keys and values in another dtype; the log-bias keeps its own."""
+        """On another device, keys and values in another dtype; the dtype of the log-bias does not
+        change.
+        """
         tensors = self.tensors()
         tensors.pop("counts", None)  # which are on the CPU always
         moved = {name: tensor.to(device=device) for name, tensor in tensors.items()}
@@ -60,9 +62,9 @@ class CompactLayer(_Slots):
 
     Args:
         keys: keys after rotation at their original positions.
-        values: values.
+        values: their values.
         log_bias: nats added to the scaled score of each slot; None adds none.
-        positions: token positions of the slots' keys, where the method knows them.
+        positions: token positions of the slots' keys, if the method knows them.
     """
 
     keys: Float[Tensor, "batch kv_heads slots head_dim"]
@@ -92,7 +94,7 @@ class CompactLayer(_Slots):
         return self if bool(exists.all()) else self.taken(exists)
 
     def taken(self, kept: Bool[Tensor, "batch kv_heads slots"]) -> "Layer":
-        """The kept slots, at least one of every head; ragged where heads keep different numbers."""
+        """The kept slots, at least one in every head; ragged if heads keep different numbers."""
         flat = {name: tensor[kept] for name, tensor in self.tensors().items()}
         return _layer(flat, kept.sum(-1).cpu())
 
@@ -107,7 +109,7 @@ class CompactLayer(_Slots):
         log_bias: list[list[Tensor]] | None = None,
         positions: list[list[Tensor]] | None = None,
     ) -> "Layer":
-        """A layer from single heads, ragged where they hold different numbers of slots.
+        """A layer from single heads; ragged if they hold different numbers of slots.
 
         Args:
             keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
@@ -126,7 +128,7 @@ class CompactLayer(_Slots):
 class RaggedLayer(_Slots):
     """Slots of one layer whose heads hold different numbers of slots.
 
-    The slots of one head follow those of the head before, example by example.
+    The slots of one head follow those of the previous head, example by example.
 
     Args:
         keys, values, log_bias, positions: as in ``CompactLayer``.
@@ -188,12 +190,12 @@ def rounded_mean(counts: Sequence[Int[Tensor, "batch _"]]) -> int:
 
 
 def _spans(counts: Int[Tensor, " groups"]) -> Iterator[slice]:
-    """The slots of each group, where groups of these sizes follow each other."""
+    """The slots of each group, for groups of these sizes that follow each other."""
     return (slice(start, stop) for start, stop in pairwise([0, *accumulate(counts.tolist())]))
 
 
 def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> Layer:
-    """A layer from slots that follow each other head by head; ragged where the counts differ."""
+    """A layer from slots that follow each other head by head; ragged if the counts differ."""
     if int(counts.min()) < int(counts.max()):
         return RaggedLayer(**flat, counts=counts)
     by_head = {}

@@ -1,4 +1,4 @@
-"""Token ids that a model has embeddings for."""
+"""Checks that token ids have an embedding in a model."""
 
 import torch
 from transformers import PreTrainedModel
@@ -8,7 +8,8 @@ from kvcat.types import Int, Tensor
 
 
 def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens"]) -> None:
-    """Raise ``InputError`` for what is no batch of token ids, or an id without an embedding.
+    """Raise ``InputError`` for anything but a batch of token ids, and for an id without an
+    embedding.
 
     Such an id comes from a tokenizer with more tokens than the model. On a CPU the forward would
     end in an IndexError, on a GPU in an assertion that leaves the device unusable.
@@ -29,7 +30,7 @@ def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens
 
 
 def check_batch_of_ids(input_ids: object) -> None:
-    """Raise ``InputError`` for what is not a tensor of whole numbers, (batch, tokens)."""
+    """Raise ``InputError`` for anything but a tensor of whole numbers, (batch, tokens)."""
     if not isinstance(input_ids, torch.Tensor):
         kind = type(input_ids).__name__
         raise InputError(f"input_ids must be a tensor of shape (batch, tokens), not a {kind}")

@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Build the motivating example and its exact optimum.",
     ),
     "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
-    "theory errata": ("cli.theory.errata", "Demonstrate what fails as printed, and what holds."),
+    "theory errata": ("cli.theory.errata", "Show the paper's statements that fail as printed."),
 }
 """By command but ``eval``: its function, and one line for the overview.
 

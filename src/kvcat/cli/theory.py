@@ -45,7 +45,7 @@ _MARKERS = ("o", "s", "^")
 
 
 def errata() -> None:
-    """Demonstrate what fails as printed or is loose, and print what holds instead.
+    """Show the paper's statements that fail as printed or are loose, and what holds instead.
 
     Example: kvcat theory errata
     """

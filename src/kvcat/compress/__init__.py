@@ -1,4 +1,4 @@
-"""Compression of a prefix after the fact, and how well a suffix fares on the result.
+"""Compression of a prefix after the fact, and how well a suffix is predicted from the result.
 
 trace -> queries -> slots, log-bias, values -> compact cache -> replay
 """

@@ -1,4 +1,4 @@
-"""What compressors and eviction scorers are, and what they share."""
+"""The base classes of compressors and eviction scorers, and the helpers that they share."""
 
 import hashlib
 import importlib
@@ -72,8 +72,8 @@ class Compressor(ABC):
     def snapshots(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int | None, CompactCache]]:
-        """Steps taken and the compact cache after them; a method without steps gives one, after
-        None.
+        """Step numbers, each with the compact cache after that step; a method without steps yields
+        one cache, after step None.
 
         Raises:
             InputError: as a plain call.
@@ -116,7 +116,7 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     prefix_len].
 
     Raises:
-        InputError: out of range, or not exactly one of the two given.
+        InputError: out of range, or both or neither of the two are named.
     """
     if (keep_ratio is None) == (num_slots is None):
         raise InputError(
@@ -156,7 +156,7 @@ def compact_cache(
 
 
 def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> None:
-    """Refuse layers with a number that is not finite; a log-bias of -inf hides a slot."""
+    """Reject layers with a number that is not finite; a log-bias of -inf hides a slot."""
     for index, layer in enumerate(layers):
         tensors = {"keys": layer.keys, "values": layer.values}
         for name, tensor in tensors.items():
@@ -172,7 +172,9 @@ def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, ob
 def best_layer(
     trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int
 ) -> Layer:
-    """One layer's slots of the highest scores, unchanged; of equal scores the earlier slot wins."""
+    """One layer's slots of the highest scores, unchanged; among equal scores the earlier slot is
+    kept.
+    """
     slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
     rows = slots.unsqueeze(-1)
@@ -186,8 +188,8 @@ def best_layer(
 def top_positions(
     scores: Float[Tensor, "*heads prefix"], num_slots: int
 ) -> Int[Tensor, "*heads slots"]:
-    """Positions of the highest scores, in ascending order; of equal scores the earlier position
-    wins.
+    """Positions of the highest scores, in ascending order; among equal scores the earlier position
+    is chosen.
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :num_slots].sort(dim=-1).values
@@ -203,8 +205,8 @@ def received_mass(trace: Trace, start: int) -> Scores:
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
-    """One random stream per example, from the seed and the example's prefix: the same alone as in
-    any batch.
+    """One random stream per example, from the seed and the example's prefix, so that an example's
+    draw does not depend on its batch.
     """
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():

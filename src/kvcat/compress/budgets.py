@@ -141,8 +141,7 @@ def share_out(
 
     Args:
         curves: by (layer, example, KV head), the error at each of
-            ``slot_sizes(num_slots, prefix_len)``, or of all slots that the head has where it has
-            fewer.
+            ``slot_sizes(num_slots, prefix_len)``, or of all slots of a head that has fewer.
         num_slots: average, in [1, prefix_len].
         prefix_len: most slots of a head.
         by_layer: all heads of a layer get equally many.
@@ -209,10 +208,10 @@ def allocate(
 ) -> Int[Tensor, " heads"]:
     """Index of the size of every head, so that the sum of the errors is small within the total.
 
-    Every head starts with the smallest size. As long as one gains and fits, the step to a larger
-    size that gains most per slot comes next. While the best step fits, no choice of as many slots
-    has a smaller sum. Where errors are so uneven that the same size for every head is better, that
-    is the result.
+    Every head starts with the smallest size. The step to a larger size that lowers the error most
+    per slot comes next, as long as a step lowers the error and fits. As long as the best step fits,
+    no choice of as many slots has a smaller sum. If the same size for every head gives a smaller
+    sum, that is the result.
 
     Args:
         costs: slots of every head in each size, ascending; equal ones are the same size.

@@ -1,4 +1,4 @@
-"""What a chat template writes around a document and a question, which share one user's turn."""
+"""The text that a chat template writes around a document and a question in one user's turn."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,7 @@ from kvcat.errors import InputError, one_line
 from kvcat.tokenization import Piece, TextEncoder, check_text, cut_control_tokens
 
 SEPARATOR = "\n\n"  # between document and question, in the text of the turn
-# words that neither templates nor texts hold
+# words that neither templates nor texts contain
 _DOCUMENT = "xqvjzk0"
 _QUESTION = "zkjvqx1"
 # what a template may change: case, markup of HTML and JSON, blanks, line ends, other scripts
@@ -21,7 +21,7 @@ _CUT = "\ufdd0"  # no character: it divides a control token that a text spells
 
 
 class ChatParts(NamedTuple):
-    """What a template writes before the document, between it and the question, and after both."""
+    """The template's text before the document, between it and the question, and after both."""
 
     head: str
     between: str
@@ -29,7 +29,7 @@ class ChatParts(NamedTuple):
 
 
 class ChatTemplate:
-    """A tokenizer's chat template, which writes a user's text once and as it is.
+    """A tokenizer's chat template, which writes a user's text once and unchanged.
 
     A template may write the time. Where two renderings differ they are repeated, so that all of
     them have one time.
@@ -38,7 +38,8 @@ class ChatTemplate:
         tokenizer: of transformers.
 
     Raises:
-        InputError: no template, one that fails, or that does not write a text once as it is.
+        InputError: no template, one that fails, or one that does not write a text once and
+            unchanged.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -48,12 +49,12 @@ class ChatTemplate:
             raise InputError(f"{_name(tokenizer)} has no chat template: leave out --chat")
         try:
             self.parts = self._find_parts()
-        except InputError as refusal:
+        except InputError as rejection:
             self.as_list = True
             try:
                 self.parts = self._find_parts()
             except InputError:
-                raise refusal from None
+                raise rejection from None
 
     @property
     def digest(self) -> str:
@@ -62,7 +63,7 @@ class ChatTemplate:
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
     def document(self, text: str) -> str:
-        """A document as the template writes it: some leave out blanks at its start.
+        """A document as the template writes it: some templates remove blanks at its start.
 
         Raises:
             InputError: the template changes the text otherwise, or writes something else around it.
@@ -70,7 +71,8 @@ class ChatTemplate:
         return self._written(text, is_question=False)
 
     def question(self, text: str) -> str:
-        """A question as the template writes it behind a document: some leave out blanks at its end.
+        """A question as the template writes it after a document: some templates remove blanks at
+        its end.
 
         Raises:
             InputError: as ``document``.
@@ -78,7 +80,7 @@ class ChatTemplate:
         return self._written(text, is_question=True)
 
     def conversation(self, turns: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> list[int]:
-        """Token ids of what follows the document in a conversation that its question begins.
+        """Token ids of the text after the document in a conversation that begins with the question.
 
         Args:
             turns: with "role" and "content", a text; the first is the user's question.
@@ -111,7 +113,7 @@ class ChatTemplate:
         return ids
 
     def _behind_document(self, messages: Sequence[Mapping[str, Any]]) -> str:
-        """What the template writes behind the document of a conversation."""
+        """The text that the template writes after the document of a conversation."""
         for _ in range(_TRIES):
             rendered = self._render(messages)
             start = self.parts.head + _DOCUMENT
@@ -124,7 +126,7 @@ class ChatTemplate:
         )
 
     def _find_parts(self) -> ChatParts:
-        """What the template writes around two texts of a user's turn."""
+        """The text that the template writes around two texts of a user's turn."""
         first = f"{_DOCUMENT}{_PROBE}"
         second = f"{_PROBE}{_QUESTION}"
         for _ in range(_TRIES):
@@ -132,15 +134,17 @@ class ChatTemplate:
             head, *after_document = rendered.split(_DOCUMENT)
             between, *after_question = "".join(after_document).split(_QUESTION)
             if len(after_document) != 1 or len(after_question) != 1:
-                raise self._refusal("does not write a user's text once as it is")
+                raise self._rejection("does not write a user's text once and unchanged")
             (tail,) = after_question
             wanted = f"{head}{first}{between}{second}{tail}"
             if self._render_turn(first + SEPARATOR + second) == wanted:
                 return ChatParts(head, between, tail)
-        raise self._refusal("changes a user's text")
+        raise self._rejection("changes a user's text")
 
     def _written(self, text: str, *, is_question: bool) -> str:
-        """The document or the question as a turn has it; a word replaces the other."""
+        """The document or the question as the template writes it in a turn; a word replaces the
+        other.
+        """
         content = (
             f"{_DOCUMENT}{SEPARATOR}{text}" if is_question else f"{text}{SEPARATOR}{_QUESTION}"
         )
@@ -153,7 +157,7 @@ class ChatTemplate:
             if rendered == before + written + after and written.strip() == text.strip():
                 return written
             self.parts = self._find_parts()
-        raise self._refusal(f"changes the text {text[:20]!r} or what it writes around it")
+        raise self._rejection(f"changes the text {text[:20]!r} or what it writes around it")
 
     def _render_turn(self, text: str) -> str:
         return self._render([{"role": "user", "content": text}])
@@ -174,16 +178,16 @@ class ChatTemplate:
             )
         except TemplateError as error:
             reason = " ".join(str(error).split())[:200]
-            raise self._refusal(f"refuses these messages: {reason}") from error
+            raise self._rejection(f"rejects these messages: {reason}") from error
         except Exception as error:  # a template is a program: it raises anything
-            raise self._refusal(f"fails: {one_line(error)}") from error
+            raise self._rejection(f"fails: {one_line(error)}") from error
 
-    def _refusal(self, reason: str) -> InputError:
+    def _rejection(self, reason: str) -> InputError:
         return InputError(f"the chat template of {_name(self.tokenizer)} {reason}")
 
 
 def chat_parts(tokenizer: PreTrainedTokenizerBase) -> ChatParts:
-    """What the chat template writes before, between and after document and question.
+    """The text that the chat template writes before, between and after document and question.
 
     Raises:
         InputError: as ``ChatTemplate``.

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
 from kvcat.losses import PositionScores, score_positions
@@ -24,9 +23,9 @@ from kvcat.types import Float, Int, Tensor
 def replay(
     model: PreTrainedModel, cache: CompactCache, suffix_ids: Int[Tensor, "batch suffix"]
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the suffix positions behind a compact cache of the prefix.
+    """Logits of the suffix positions after a compact cache of the prefix.
 
-    A cache of one example serves a suffix of any number of rows.
+    A cache of one example fits a suffix of any number of rows.
 
     Raises:
         InputError: another model, no tokens, or a batch that does not fit.
@@ -63,7 +62,7 @@ def replay_hidden(
 
 @dataclass(frozen=True)
 class Scores:
-    """How the suffix fares on a compact cache, one figure per example.
+    """Scores of the suffix on a compact cache, one figure per example.
 
     Args:
         nll, nll_dense: negative log-likelihood of the suffix on the compact and on the dense cache,
@@ -146,7 +145,7 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
 
 
 def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096) -> PositionScores:
-    """Scores of every suffix position; the last one has no target and is given token 0."""
+    """Scores of every suffix position; the last one has no target, and token 0 serves as one."""
     if cache.num_tokens != trace.prefix_len or cache.batch_size not in (1, trace.batch_size):
         raise InputError(
             f"a cache of {cache.batch_size} prefixes of {cache.num_tokens} tokens does not belong "
@@ -158,7 +157,7 @@ def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096
         raise InputError(
             f"the cache has the {factors} rotary factors and the trace the {trace.rope} ones: "
             "trace both with the same "
-            "room for what follows (room=)"
+            "room for the text that follows (room=)"
         )
     hidden = replay_hidden(
         trace.model, cache, trace.suffix_ids, any_length=True, chunk_tokens=chunk_tokens
@@ -173,8 +172,9 @@ class SmallestCache:
 
     Args:
         cache: the smallest one tried that reaches the KL.
-        num_slots: slots per layer and head that the compressor was asked for.
-        kl: of the worst example at the held-out positions, nats per token; 0 for the whole prefix.
+        num_slots: its budget, slots per layer and head.
+        kl: KL of the worst example at the held-out positions, nats per token; 0 for the whole
+            prefix.
         tried: KL by number of slots, in the order of the tries.
     """
 
@@ -200,11 +200,11 @@ def smallest_cache(
     tried, the result is the smallest that reached ``max_kl``.
 
     Args:
-        trace: of the windows to compress.
-        compressor: any; it is given the part of the trace that ends before the held-out positions.
+        trace: trace of the windows to compress.
+        compressor: any compressor; it sees the trace up to the held-out positions.
         max_kl: nats per token, at least 0; every example of a batch has to reach it.
-        held_out: fraction in (0, 1) of the supervising positions, the last ones, that the KL is
-            taken at.
+        held_out: fraction in (0, 1) of the supervising positions. The KL is measured at these, the
+            last ones.
         on_try: called after every try with the number of slots and the KL.
 
     Raises:

@@ -38,12 +38,12 @@ def reconstruction(
     """Token ids of <text><instruction><text>, joined as ids: both copies are the same tokens.
 
     The first copy begins as the tokenizer begins a text, with a BOS token for example, and has
-    nothing behind it: not the EOS token that some tokenizers put at the end of a text.
+    nothing after it: not the EOS token that some tokenizers put at the end of a text.
 
     Args:
         tokenizer: the model's.
         text: the document.
-        head: text before the first copy, in place of what the tokenizer puts there.
+        head: text before the first copy, instead of the tokens that the tokenizer puts there.
         chat: the first copy opens a user's turn in the tokenizer's chat template.
         allow_special: a control token that the text spells becomes that token, not text.
 
@@ -71,7 +71,7 @@ def reconstruction(
     else:
         before = encoder.joined([Piece(head, is_markup=True)])
         first = encoder.joined([Piece(head, is_markup=True), Piece(text)])
-        # behind the head the text may have no space before it, for example
+        # after the head the text may have no space before it, for example
         if first[: len(before)] == before:
             body = first[len(before) :]
     middle = encoder.behind(INSTRUCTION)
@@ -117,7 +117,7 @@ def document_trace(
     """The trace from which a document's cache is compressed; a document has no suffix.
 
     Args:
-        model, tokenizer: that will answer.
+        model, tokenizer: the ones that will answer.
         text: the document.
         supervision: "reconstruction" matches the document repeated after an instruction, "self"
             its own queries.
@@ -151,13 +151,14 @@ def question_ids(
     cache: CompactCache | None = None,
     allow_special: bool = False,
 ) -> Int[Tensor, "batch tokens"]:
-    """Token ids of what follows a document, one row, as they are in a text of both.
+    """Token ids of the text after a document, one row, the same as in one text of both.
 
     Args:
         tokenizer: the model's.
         text: what follows the document.
         chat: the text ends the user's turn that the document opened.
-        cache: the document's; it says whether ``chat``, and with which template.
+        cache: the document's; it records whether the document is in a chat template, and in which
+            one.
         allow_special: a control token that the text spells becomes that token, not text.
 
     Raises:

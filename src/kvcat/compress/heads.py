@@ -34,8 +34,8 @@ class HeadBatch:
         queries: multiplied by the layer's scale.
         factors: as in ``FittedQueries``, of each query.
         log_later_mass: as in ``FittedQueries``, of each query.
-        keys, values: of the slots that the head has of the prefix.
-        log_bias: nats added to the scores of these slots; None: none.
+        keys, values: keys and values of the prefix's slots in this head.
+        log_bias: nats added to the scores of these slots; None adds none.
         last_seen: last slot that each query sees; None: all see the whole prefix.
         fit_boost: as in ``FittedQueries``, of the fitted queries; None: all are fitted to, and 1.
     """
@@ -88,12 +88,12 @@ class DenseAttention(NamedTuple):
     """Attention of a batch of heads over the whole prefix.
 
     Args:
-        log_mass: of the fitted queries, log sum over the prefix of exp(score), nats.
+        log_mass: for each fitted query, log sum over the prefix of exp(score), nats.
         mass: the same sum with each query's largest score subtracted from its scores.
         outputs: attention over the prefix, times the weights.
         weights: what each query's error is multiplied by; at least a millionth of its factor.
-        importance: of each slot, its attention weights times the queries' weights, squared, summed
-            over all queries.
+        importance: for each slot, its attention weights times the queries' weights, squared and
+            summed over all queries.
     """
 
     log_mass: Float[Tensor, "heads fitted"]
@@ -112,13 +112,14 @@ class DenseAttention(NamedTuple):
         return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
 
     def add_chunk(self, batch: HeadBatch, boost: Tensor, rows: slice, space: Tensor) -> None:
-        """Write what some of the queries give, and add what they give to the importance.
+        """Write the results for some of the queries, and add these queries' share to the
+        importance.
 
         Args:
             batch: the same heads.
-            boost: of all fitted queries, (heads, fitted).
+            boost: ``fit_boost`` of all fitted queries, (heads, fitted).
             rows: of the queries.
-            space: for the scores, (heads, rows, prefix).
+            space: memory for the scores, (heads, rows, prefix).
         """
         scores = batch.scores(rows, out=space)
         largest = scores.amax(-1, keepdim=True)
@@ -192,7 +193,7 @@ def take(
 
 
 class _Shape(NamedTuple):
-    """What heads must have in common to be solved together."""
+    """The properties that heads must share to be solved together."""
 
     query_heads: int  # that read the KV head
     num_slots: int
@@ -205,7 +206,7 @@ class Heads:
     """The KV heads of a trace with the queries to fit to, loaded group by group.
 
     Args:
-        trace: of the windows.
+        trace: trace of the windows.
         fitted: the queries.
         drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
         group_elements: most numbers that a group of heads holds, if one head has no more.
@@ -219,7 +220,7 @@ class Heads:
     def groups_for_scores(self) -> list[list[HeadIndex]]:
         """Heads of equal shape whose scores against the prefix hold ``group_elements`` at most.
 
-        A head that holds more than that is a group of its own.
+        A head that holds more than that is a group by itself.
         """
         groups = []
         for shape, heads in _by_value(self._shapes).items():
@@ -231,8 +232,8 @@ class Heads:
         """Heads of equal shape that get equally many slots and hold ``group_elements`` at most.
 
         These are the largest of: the scores of the fitted queries against the slots, the system of
-        equations, and the keys and values of the prefix. A head that holds more is a group of its
-        own.
+        equations, and the keys and values of the prefix. A head that holds more is a group by
+        itself.
 
         Args:
             sizes: slots that each head gets.
@@ -323,9 +324,10 @@ class Heads:
         num_heads: int,
         device: torch.device,
     ) -> Int[Tensor, "heads queries"] | None:
-        """Last slot that each query sees, where the queries are the prefix's own in place.
+        """Last slot that each query sees, if the queries are the prefix's at their original
+        positions.
 
-        Behind a compact cache only the last slots have queries.
+        After a compact cache only the last slots have queries.
         """
         if not self.fitted.causal:
             return None
@@ -374,7 +376,9 @@ def _query_head_rows(heads: Iterable[HeadIndex], query_heads: int) -> list[int]:
 def _by_position(
     states: Float[Tensor, "rows queries *channels"], query_heads: int
 ) -> Float[Tensor, "heads queries query_heads *channels"]:
-    """States of query heads, those of one KV head and position next to each other."""
+    """States of query heads, ordered so that those of one KV head and position are next to each
+    other.
+    """
     return at_least_float32(states).unflatten(0, (-1, query_heads)).transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""The presses of NVIDIA's kvpress as compressors, with slots that are really gone.
+"""The presses of NVIDIA's kvpress as compressors, which really remove slots.
 
 kvpress is imported when the first press is made; its effect on transformers is undone.
 """
@@ -30,9 +30,9 @@ _DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "Pref
 _OWN_SIZE = ("ComposedPress", "DMSPress", "PerLayerCompressionPress", "SimLayerKVPress")
 REFUSED = {
     **dict.fromkeys(_DECODING, "it compresses while tokens are generated, not a prefix"),
-    **dict.fromkeys(_OWN_SIZE, "its size follows from its own options, not from a keep ratio"),
+    **dict.fromkeys(_OWN_SIZE, "its options set its size, not a keep ratio"),
     "DuoAttentionPress": "it keeps some heads whole and sets how many, not a keep ratio",
-    "FinchPress": "it wants a delimiter token between text and question",
+    "FinchPress": "it needs a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
 _OLD_NAME = "past_key_values"  # of a cache, before transformers 5.24 and in kvpress
@@ -59,14 +59,14 @@ class KVPress(Compressor):
     """A press of kvpress: what it keeps of the prefix becomes a compact cache of as many slots.
 
     Presses that choose per head only hide the other slots in kvpress; here they are removed, and
-    heads hold as many slots as the press left them. Each example is pressed alone, in one or
+    every head holds the slots that the press left in it. Each example is pressed alone, in one or
     several more forwards over its prefix.
 
     Args:
         name: class name of the press; a wrapper and the press inside it are joined by a plus:
             "SnapKVPress", "AdaKVPress+SnapKVPress".
-        options: fields of the press but not its compression_ratio, which is 1 - keep ratio. Those
-            of the press after the plus begin with "press.".
+        options: fields of the press except its compression_ratio, which is 1 - keep ratio. Those of
+            the press after the plus begin with "press.".
 
     Raises:
         InputError: kvpress is not installed, an unknown press, one that cannot make a compact
@@ -120,7 +120,7 @@ class KVPress(Compressor):
 
 
 def _joined_layers(examples: list[list[_KeptHeads]]) -> list[Layer]:
-    """The layers of a cache, from what was kept of every example by layer."""
+    """The layers of a cache, from the slots that every example keeps in each layer."""
     layers = []
     for kept_of_examples in zip(*examples, strict=True):
         keys = [kept.keys for kept in kept_of_examples]
@@ -200,8 +200,8 @@ def _make(name: str, options: dict[str, Any]) -> Any:
 
 
 class _PressCache(DynamicCache):
-    """A cache whose layers are given keys and values alone: layers of kvpress's own take no
-    more.
+    """A cache that passes only keys and values to its layers: kvpress's layer classes accept no
+    further arguments.
     """
 
     def update(
@@ -216,7 +216,7 @@ def _press_prefix(
 ) -> list[list[_KeptHeads]]:
     """By size and layer, what the press keeps of one example's prefix.
 
-    Several sizes are for a press that chooses at the end.
+    Several sizes are possible for a press that chooses at the end.
     """
     model = trace.model
     name = type(press).__name__
@@ -276,9 +276,10 @@ class _HiddenSlots:
 
 
 def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotation | None:
-    """What turns the keys of a press that counts positions within the cache; None: nothing.
+    """The rotation for the keys of a press that counts positions within the cache; None: none is
+    needed.
 
-    Turned, they end where the prefix does.
+    After the rotation the keys end where the prefix does.
     """
     shift = trace.prefix_len - num_slots
     if shift and isinstance(press, library().KeyRerotationPress):
@@ -329,7 +330,8 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
 
 @contextmanager
 def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Iterator[None]:
-    """Inside the block, the model gives kvpress what newer transformers no longer gives.
+    """A block in which the model passes arguments to kvpress that newer transformers no longer
+    passes.
 
     Its name is the folder of the base model. Afterwards everything is as before.
     """
@@ -369,7 +371,7 @@ def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
     """Hooks that let kvpress call a cache ``past_key_values`` where transformers has another name.
 
     The presses call the model, or wrap the forward of ``model.model``, or look into the arguments
-    of the attention layers behind these.
+    of the attention layers after these.
     """
     if CACHE_NAME == _OLD_NAME:
         return []

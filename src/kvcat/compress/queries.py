@@ -17,15 +17,16 @@ _LEAST_PARTS = 3
 
 @dataclass(frozen=True)
 class MovedQueries:
-    """The prefix's own queries, rotated to the positions right behind the prefix, part by part.
+    """The prefix's own queries, rotated to the positions right after the prefix, part by part.
 
     Log-bias and values are fitted to the first ones. The others only choose keys.
 
     Args:
-        rotation: of the model.
-        rows: of each query among those that the trace keeps.
+        rotation: the model's rotation.
+        rows: index of each query among those that the trace keeps.
         shifts: positions that each query is moved by.
-        log_later_mass: per layer, mass of the keys of its own part that each query sees, nats.
+        log_later_mass: per layer, mass of the keys in its part of the prefix that each query sees,
+            nats.
         fit_boost: as in ``FittedQueries``.
     """
 
@@ -41,18 +42,19 @@ class FittedQueries:
     """The queries to fit to; the error of each counts times factor * m / (m + exp(log_later_mass)).
 
     m is the mass of the prefix, so the quotient is the share of the query's attention that goes to
-    the prefix. The supervising queries come first, then the prefix's own.
+    the prefix. The supervising queries come first, then those of the prefix.
 
     Args:
-        trace: that the queries come from.
+        trace: the trace that the queries come from.
         supervising: per layer, the supervising queries.
-        moved: the prefix's own queries behind the prefix; None: none.
-        factors: of the queries.
-        log_later_mass: per layer, mass of the keys behind the prefix that each query sees, nats;
+        moved: the prefix's own queries after the prefix; None: none.
+        factors: factor of each query.
+        log_later_mass: per layer, mass of the keys after the prefix that each query sees, nats;
             -inf where all queries count alike.
         fit_boost: further factors of the queries that log-bias and values are fitted to, which come
             first; the other queries only choose keys.
-        causal: the queries are the prefix's own at their own positions, and see no later key.
+        causal: the queries are those of the prefix at their original positions, and see no later
+            key.
     """
 
     trace: Trace
@@ -70,7 +72,7 @@ class FittedQueries:
 
     @property
     def num_fitted(self) -> int:
-        """Positions whose queries log-bias and values are fitted to."""
+        """Positions with the queries that log-bias and values are fitted to."""
         return len(self.fit_boost)
 
     def states(
@@ -78,7 +80,7 @@ class FittedQueries:
     ) -> Float[Tensor, "heads count head_dim"]:
         """The first ``count`` queries of some query heads.
 
-        The prefix's own queries are rotated at every call, so that they are not held in memory.
+        The prefix's queries are rotated at every call, so that they are not held in memory.
         """
         supervising = self.supervising[layer][example]
         head_rows = torch.tensor(heads, device=supervising.device)
@@ -93,8 +95,8 @@ class FittedQueries:
         in_place = prefix_queries.flatten(0, 1).index_select(0, flat_rows.flatten())
         in_place = in_place.unflatten(0, flat_rows.shape)
         shifts = self.moved.shifts[:num_moved]
-        behind = self.moved.rotation(in_place.unsqueeze(0), layer, shifts).squeeze(0)
-        return torch.cat([supervising, behind], dim=1)
+        moved = self.moved.rotation(in_place.unsqueeze(0), layer, shifts).squeeze(0)
+        return torch.cat([supervising, moved], dim=1)
 
 
 @torch.no_grad()
@@ -106,13 +108,13 @@ def fitted_queries(
     part_tokens: int = 256,
     fitted_per_token: float = 1.5,
 ) -> FittedQueries:
-    """The supervising queries and, moved behind the prefix, the prefix's own.
+    """The supervising queries, and those of the prefix moved to positions after it.
 
-    A prefix that supervises itself is fitted to its own queries alone: moved behind it, or in place
-    where they cannot be moved or own_weight is 0.
+    A prefix that supervises itself is fitted to its queries alone. They are moved after it, or stay
+    in place if they cannot be moved or own_weight is 0.
 
     Args:
-        trace: of the windows.
+        trace: trace of the windows.
         own_weight: sum of the squared weights of the prefix's own queries, relative to that of the
             supervising queries.
         by_share: a query's error counts by the share of its attention that goes to the prefix;
@@ -132,7 +134,7 @@ def fitted_queries(
 
 
 def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
-    """The queries of the supervising positions, at their own positions."""
+    """The queries of the supervising positions, unmoved."""
     is_self = trace.supervision == "self"
     if by_share and not is_self:
         first_seen = trace.supervision_start - trace.prefix_len
@@ -148,7 +150,7 @@ def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
 
 
 def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
-    """The prefix's own queries, behind the prefix."""
+    """The queries of the prefix, moved after it."""
     nothing = [queries[:, :, :0] for queries in trace.queries]
     factors = torch.ones(len(moved.rows))
     return FittedQueries(
@@ -159,7 +161,7 @@ def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
 def _with_moved(
     supervising: FittedQueries, moved: MovedQueries, own_weight: float
 ) -> FittedQueries:
-    """Supervising queries, and the prefix's own behind them."""
+    """Supervising queries, followed by those of the prefix."""
     num_moved = len(moved.rows)
     factor = (own_weight * supervising.num_queries / num_moved) ** 0.5
     masses = zip(supervising.log_later_mass, moved.log_later_mass, strict=True)
@@ -173,7 +175,7 @@ def _with_moved(
 
 
 class _PlacedQueries(NamedTuple):
-    """The prefix's queries by part, in the order in which they are fitted to."""
+    """The prefix's queries by part, in the order of the fit."""
 
     rows: Int[Tensor, " queries"]  # among the queries that the trace keeps
     positions: Int[Tensor, " queries"]
@@ -183,10 +185,10 @@ class _PlacedQueries(NamedTuple):
 
 
 def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
-    """Queries of each part of the prefix, as if the part were repeated right behind the prefix.
+    """Queries of each part of the prefix, as if the part were repeated right after the prefix.
 
     A part is a third of the prefix, at most ``part_tokens``. None where a compact cache holds part
-    of the prefix, or where the model's positions cannot be turned.
+    of the prefix, or where the model's keys cannot be moved to other positions.
     """
     if trace.past_len:
         return None
@@ -242,7 +244,7 @@ def _mass_of_parts(
     placed: _PlacedQueries,
     part_len: int,
 ) -> Float[Tensor, "batch heads queries"]:
-    """Mass of the keys of its own part that each query sees, nats."""
+    """Mass of the keys in its part of the prefix that each query sees, nats."""
     batch, heads = queries.shape[:2]
     masses = at_least_float32(queries.new_empty(batch, heads, len(placed.rows)))
     for start in placed.starts.unique().tolist():

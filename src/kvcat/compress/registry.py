@@ -18,11 +18,11 @@ COMPRESSORS: dict[str, Callable[..., Compressor]] = {
     **_METHODS,
     **{name: partial(Eviction, name) for name in SCORERS},
 }
-"""The compressors of this package by the names of their files."""
+"""The compressors of this package, by the names of their files."""
 
 
 def compressor_names() -> list[str]:
-    """All names that ``make_compressor`` takes, but for the presses of kvpress."""
+    """All names that ``make_compressor`` accepts, except the presses of kvpress."""
     return [*COMPRESSORS, *plugins.plugin_names(plugins.COMPRESSORS)]
 
 
@@ -30,7 +30,7 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
     """The compressor of a name with its options.
 
     Args:
-        name: of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
+        name: one of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
         options: fields of the compressor's dataclass.
 
     Raises:

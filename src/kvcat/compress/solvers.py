@@ -45,7 +45,7 @@ def fit_log_bias(
         weights: factor on the error of each query; None: 1.
 
     Raises:
-        InputError: bounds not increasing, num_iters or pull negative, or both given.
+        InputError: bounds that do not increase, a negative num_iters or pull, or both of them.
 
     References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284;
         restarts of the acceleration: O'Donoghue and Candes 2015, arXiv:1204.3982.
@@ -85,8 +85,8 @@ def fit_values(
     Args:
         weights: attention weights of the kept slots.
         targets: attention outputs of the dense prefix.
-        ridge: relative to the squared spectral norm, larger than 0; None gives the minimum-norm
-            least squares without ridge, as the original implementation's default solver does.
+        ridge: relative to the squared spectral norm, larger than 0; None: minimum-norm least
+            squares without ridge, like the default solver of the original implementation.
         towards: where the ridge pulls the values; None: 0.
 
     Raises:
@@ -130,7 +130,7 @@ def least_squares(
 
 
 def check_ridge(ridge: float | None) -> None:
-    """Refuse a ridge that is not larger than 0."""
+    """Reject a ridge that is not larger than 0."""
     if ridge is not None and not 0 < ridge < math.inf:
         raise InputError(f"ridge must be larger than 0 and finite, or None, not {ridge}")
 
@@ -207,8 +207,8 @@ def solve_box(
 ) -> Float[Tensor, "*heads slots"]:
     """Weights w within [low, high] that minimise w.Gw / 2 - target.w + pull |G|_2 |w - 1|^2 / 2.
 
-    Projected gradient with momentum, which starts again when a step turns against it. Each head
-    ends when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
+    Projected gradient with momentum, which is reset when a step points against it. Each head ends
+    when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
     """
     scale = torch.ones_like(target)
     if not pull:

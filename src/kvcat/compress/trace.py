@@ -118,7 +118,7 @@ class Trace:
 
     @property
     def logits(self) -> Float[Tensor, "batch suffix vocab"]:
-        """Dense logits of the suffix positions, made anew at every call."""
+        """Dense logits of the suffix positions, computed again at every call."""
         with torch.no_grad():
             return logits_from_hidden(self.model, self.hidden[:, 1:])
 

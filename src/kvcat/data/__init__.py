@@ -1,4 +1,4 @@
-"""Documents and tokens: where text comes from, what is held out, and how it becomes batches."""
+"""Documents and tokens: sources of text, held-out splits, and batches."""
 
 from kvcat.data.documents import Document, open_documents
 from kvcat.data.packing import Encoder, pack

@@ -69,7 +69,7 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Document:
-    """A text with a name that is the same on every machine."""
+    """A text with a name that does not depend on the machine."""
 
     id: str
     text: str
@@ -77,7 +77,7 @@ class Document:
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of a source, with a name that is the same on every machine."""
+    """A file of a source, with a name that does not depend on the machine."""
 
     name: str
     url: str  # a path, or a URL that fsspec opens
@@ -101,18 +101,18 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
     Characters of a row that are not Unicode, such as half of an emoji, become U+FFFD, and a warning
     names the file's first such row. A plain text longer than 16,384 characters becomes consecutive
     documents of at most that size, cut at line ends. In a folder, files with other suffixes are
-    left out; such a file that is named itself is read as plain text.
+    left out; if the source is such a file itself, it is read as plain text.
 
     Raises:
-        InputError: nothing of that name, no readable file in it, or no connection to the Hub
-            (within seconds); while reading: no such column, a damaged file, no UTF-8 text.
+        InputError: no source of that name, a source without a readable file, or no connection to
+            the Hub (within seconds); while reading: no such column, a damaged file, no UTF-8 text.
     """
     files = [replace(file, text_field=text_field) for file in open_source(source).files]
     return (document for file in files for _, document in read_documents(file))
 
 
 def open_source(name: str, *, revision: str | None = None) -> Source:
-    """The files of a source, none of them read.
+    """The files of a source; none is read yet.
 
     Args:
         name: as in ``open_documents``.
@@ -141,7 +141,7 @@ WHOLE_FILE = Stripe(number=0, count=1)
 def read_documents(
     file: SourceFile, start: int = 0, stripe: Stripe = WHOLE_FILE
 ) -> Iterator[tuple[int, Document]]:
-    """The documents of one stripe of a file, from a row on, each with its row.
+    """The documents of one stripe of a file, starting at a row, each with the number of its row.
 
     A parquet file with at least as many row groups as there are stripes is striped by row groups,
     so that no byte is read twice; all others by rows.
@@ -165,11 +165,11 @@ def read_documents(
 
 
 _Row = tuple[int, dict[str, Any] | bytes]
-"""Number of a row, and its columns or its JSON line."""
+"""The number of a row, and its columns or its JSON line."""
 
 
 def _rows(raw: Any, file: SourceFile, start: int, stripe: Stripe) -> Iterator[_Row]:
-    """The rows of one stripe of an open file, from a row on."""
+    """The rows of one stripe of an open file, starting at a row."""
     if file.kind == "parquet":
         for row, values in _parquet_rows(raw, file, start, stripe):
             if row >= start:
@@ -218,7 +218,7 @@ def _decoded(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
 
 
 def _text_or_bytes(value: Any) -> Any:
-    """Bytes as text where they are UTF-8; any other value as it is."""
+    """Text for bytes that are UTF-8; any other value unchanged."""
     if not isinstance(value, bytes):
         return value
     try:
@@ -308,7 +308,9 @@ def _report_damage(where: str, url: str) -> None:
 
 
 def _installed_files() -> list[SourceFile]:
-    """Python files named ``stdlib/...`` or ``PACKAGE/...``, without tests, copies and giants."""
+    """Python files named ``stdlib/...`` or ``PACKAGE/...``, without tests, copies and very large
+    files.
+    """
     roots = _installed_roots()
     files = []
     for name, root in roots.items():
@@ -343,7 +345,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 
 
 def _local_files(path: Path) -> list[SourceFile]:
-    """The files of a folder, or the file that is named itself."""
+    """The files of a folder, or the named file itself."""
     if path.is_file():
         return [SourceFile(path.name, str(path), _kind(path.name) or "text")]
     if not path.is_dir():

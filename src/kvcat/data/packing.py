@@ -76,7 +76,7 @@ class Encoder:
 
     @property
     def num_added(self) -> int:
-        """Tokens added to those of a document's text."""
+        """The number of tokens added to those of a document's text."""
         return len(self.opening) + 1
 
     def __call__(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -120,11 +120,11 @@ def pack(
 ) -> np.ndarray:
     """The documents' tokens one after another, cut into (sequences, tokens).
 
-    Tokens behind the last full sequence are dropped.
+    Tokens after the last full sequence are dropped.
 
     Args:
         documents: read only as far as needed.
-        encoder: of their text.
+        encoder: encoder of their text.
         seq_len: tokens of a sequence.
         max_sequences: None: as many as the documents give.
 
@@ -154,10 +154,10 @@ def excerpts(
 ) -> Iterator[Document]:
     """A short excerpt of every document, together about ``num_sequences`` sequences.
 
-    A model that trains on all of a few files adapts to them and forgets others (docs/log.md). All
-    excerpts have the same length in characters, at least two sequences. The characters per token
-    are counted in the first 32 documents. Seed and document name draw where an excerpt begins, at
-    the start of a line.
+    A model that trains on a few whole files adapts to them and forgets other text (docs/log.md).
+    All excerpts have the same length in characters, at least two sequences. The characters per
+    token are counted in the first 32 documents. The seed and the document's name determine where an
+    excerpt begins, always at the start of a line.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
     num_tokens = sum(len(ids) - encoder.num_added for ids in encoder(texts))

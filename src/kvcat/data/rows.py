@@ -37,7 +37,7 @@ def read_rows(source: str) -> Iterator[Any]:
 
 
 def _unrepaired_rows(source: str) -> Iterable[Any]:
-    """The rows as they are in the data set."""
+    """The rows, unchanged."""
     if source.startswith(HUB_PREFIX):
         return HubDataSet.parse(source).rows()
     if source.endswith(".parquet"):
@@ -51,6 +51,6 @@ def _unrepaired_rows(source: str) -> Iterable[Any]:
 def data_name(source: str) -> str:
     """The name of a source in records.
 
-    A file goes by its name alone, so that results do not depend on its folder.
+    A file is recorded by its name alone, so that results do not depend on its folder.
     """
     return source if source.startswith(HUB_PREFIX) else Path(source).name

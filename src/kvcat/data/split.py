@@ -1,4 +1,4 @@
-"""Splits of documents by a hash of their names; near-duplicates are left out."""
+"""Splits documents by a hash of their names and leaves out near-duplicates."""
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence

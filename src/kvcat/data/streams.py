@@ -44,7 +44,9 @@ Sequences = Iterator[PositionedSequence]
 
 @dataclass(frozen=True)
 class TableStreams:
-    """The rows of a table, permuted anew each epoch; a position is the number of steps."""
+    """The rows of a table, with a new permutation in each epoch; a position is the number of
+    steps.
+    """
 
     table: np.ndarray
     num_streams: int
@@ -79,7 +81,7 @@ def _order(seed: int, epoch: int, length: int) -> np.ndarray:
 
 
 class Position(NamedTuple):
-    """Where the next token of a stream comes from.
+    """The position of a stream's next token.
 
     Tokens that were read but not yet packed are not saved: the document is encoded again.
     """
@@ -95,7 +97,7 @@ class TextStreams:
     """Sequences packed from the documents of a source, without holding them.
 
     Each file is cut into as many stripes as are needed to give every stream one. In every epoch the
-    seed permutes the stripes and they are dealt out to the streams. There is no shuffle buffer.
+    stripes are permuted by the seed and distributed over the streams. There is no shuffle buffer.
     Held-out documents are skipped.
     """
 
@@ -178,7 +180,7 @@ class TokenLoader:
     """Reads the next sequence of each stream in a thread, one step before it is used.
 
     Args:
-        plan: of all streams.
+        plan: plan of all streams.
         streams: that this process reads; None: all.
     """
 
@@ -306,7 +308,7 @@ def open_tokens(
         batch_size: sequences per step, over all processes; the number of streams.
         max_steps: steps of the run.
         validation_sequences: at most so many.
-        seed: of the order.
+        seed: seed of the order.
         streams: see ``TokenLoader``.
         revision: commit of a Hub data set; None: the newest.
         bos: what each document begins with (``opening_ids``).
@@ -350,7 +352,7 @@ def _packed(
     seq_len: int,
     max_sequences: int,
 ) -> np.ndarray:
-    """As ``pack``, with errors that name the kind of the documents and the data."""
+    """The sequences of ``pack``; its errors name the kind of the documents and the data."""
     try:
         return pack(documents, encoder, seq_len, max_sequences=max_sequences)
     except InputError as error:

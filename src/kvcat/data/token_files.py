@@ -125,13 +125,13 @@ def prepare(
         tokenizer: with a fast form and an EOS token.
         folder: absent or empty.
         max_tokens: training tokens after which reading ends, once there is a validation document.
-        seed: of the order of the files.
+        seed: seed of the order of the files.
         bos: what each document begins with (``opening_ids``).
         on_progress: called with the training tokens written so far.
 
     Raises:
         InputError: a source, folder or tokenizer that cannot be used, too little disk space, no
-            document of a split. Then nothing is left but tokens of a Hub data set.
+            document of a split. Then no files are left, except tokens of a Hub data set.
     """
     target = Path(folder).expanduser()
     if target.is_symlink():
@@ -167,7 +167,7 @@ def _make(
     settings: dict[str, Any],
     on_progress: Callable[[int], None],
 ) -> dict[str, Any]:
-    """The index of the folder, which it writes to ``work`` and renames to ``target``."""
+    """Write the folder to ``work`` and rename it to ``target``; returns its index."""
     # a source that cannot be opened, or a full disk, removes nothing that an earlier call wrote
     source, progress = _begin(work, settings)
     _check_disk(work, progress)
@@ -201,7 +201,9 @@ def _existing_index(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _setting(recorded: dict[str, Any], name: str) -> Any:
-    """A setting that a folder records, or the value that it had before versions recorded it."""
+    """A setting that a folder records; if an older version did not record it, the value that it had
+    then.
+    """
     return recorded.get(name, _EARLIER.get(name))
 
 
@@ -287,7 +289,7 @@ def _write(
 
 
 def _is_enough(progress: dict[str, Any]) -> bool:
-    """Whether there are as many training tokens as asked for, and a validation document."""
+    """Whether there are as many training tokens as requested, and a validation document."""
     splits = progress["splits"]
     if progress["max_tokens"] is None or not splits["validation"]["tokens"]:
         return False
@@ -303,7 +305,7 @@ class _Batch(NamedTuple):
 
 
 def _batches(source: Source, progress: dict[str, Any]) -> Iterator[_Batch]:
-    """Batches of some 260,000 characters, from where an earlier call ended."""
+    """Batches of about 260,000 characters, starting where an earlier call ended."""
     generator = np.random.default_rng(progress["seed"])
     order = generator.permutation(len(source.files)).tolist()
     texts: dict[str, list[str]] = {split: [] for split in SPLITS}
@@ -326,7 +328,7 @@ def _batches(source: Source, progress: dict[str, Any]) -> Iterator[_Batch]:
 def _append_batch(
     files: dict[str, IO[bytes]], encoder: Encoder, batch: _Batch, progress: dict[str, Any]
 ) -> dict[str, Any]:
-    """The progress after a batch, whose tokens it writes."""
+    """Write the tokens of a batch; returns the progress after it."""
     splits = {}
     for split, file in files.items():
         limit = progress["max_tokens"] if split == "train" else None
@@ -354,7 +356,7 @@ def _append(
 def _finish(
     work: Path, target: Path, tokenizer_name: str, progress: dict[str, Any]
 ) -> dict[str, Any]:
-    """The index, which it writes before it gives the folder its name."""
+    """Write the index and then give the folder its final name; returns the index."""
     counts = progress["splits"]
     for split in SPLITS:
         if counts[split]["tokens"] == 0:

@@ -45,7 +45,7 @@ class Estimate:
 
 
 NO_ESTIMATE = Estimate(math.nan)
-"""The figure of what is not defined."""
+"""The figure of an undefined value."""
 
 
 class _Mean(NamedTuple):
@@ -175,7 +175,8 @@ class ClusterBootstrap:
             points = [mean.values + offset for mean, offset in zip(means, offsets, strict=True)]
             values = np.asarray(function(*points), dtype=np.float64)
             slopes = tuple(_slope(function, points, index) for index in range(len(points)))
-        moves = sum(slope[0] * move for slope, move in zip(slopes, seed_moves, strict=True))
+        slopes_of_data = np.array([slope[0] for slope in slopes])
+        moves = slopes_of_data @ np.stack(seed_moves)  # (seeds,)
         return Draws(values, tuple(means), slopes, self._by_seeds(moves))
 
     def median(self, values: Float[Array, "*seeds windows"]) -> Draws:

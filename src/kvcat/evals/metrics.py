@@ -56,7 +56,7 @@ class Metric:
 
     @property
     def scale(self) -> float:
-        """Factor from a value to what is shown."""
+        """Factor from a value to the displayed figure."""
         return 100.0 if self.percent else 1.0
 
 

@@ -60,7 +60,7 @@ class Window:
 
     @property
     def suffix_len(self) -> int:
-        """Tokens behind the prefix."""
+        """Tokens after the prefix."""
         return len(self.tokens) - self.prefix_len
 
 

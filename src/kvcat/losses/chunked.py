@@ -1,4 +1,4 @@
-"""The training losses behind the output head, in chunks of positions.
+"""The training losses after the output head, in chunks of positions.
 
 Nothing is shifted here: hidden states are scored against the target at the same position. The
 callers pair the hidden state at t with the token at t + 1.
@@ -56,15 +56,15 @@ def chunked_objective(
     gradient, for the hidden states of positions 1..T-1 and the tokens of positions 2..T. A chunk's
     dense logits are made once. They serve the anchor with gradient and the KL without.
 
-    The gradients by both hidden states, W and b are made in the forward pass, while the chunk's
-    logits exist (``LogitChunks``). The backward pass multiplies them by the gradient that arrives;
-    it can be differentiated once. Scale, soft-cap, softmax and every sum over positions are
-    computed in at least float32.
+    The gradients with respect to both hidden states, W and b are computed in the forward pass,
+    while the chunk's logits exist (``LogitChunks``). The backward pass multiplies them by the
+    gradient that arrives; it can be differentiated once only. Scale, soft-cap, softmax and every
+    sum over positions are computed in at least float32.
 
     Memory on top of the inputs: chunk_tokens x vocab logits of both passes, which are overwritten
     by their gradients; a few of their rows in float32; W once in the dtype of the products if that
     is another one, its gradient in float32, and the gradients of the hidden states. Gradients that
-    nobody needs are not made.
+    are not needed are not computed.
 
     Args:
         head: the model's output head. Its W must be a plain tensor: a sharded model unshards it

@@ -20,7 +20,7 @@ _BLOCK_ELEMENTS_DEVICE = 2**24
 
 @dataclass(frozen=True, eq=False)
 class PassInputs:
-    """What the logits are made of, in any dtype.
+    """The inputs that the logits are computed from, in any dtype.
 
     Args:
         dense: hidden states of the dense pass, or of the teacher.
@@ -36,7 +36,7 @@ class PassInputs:
 
 @dataclass(frozen=True, eq=False)
 class Gradients:
-    """Gradients by each of the ``PassInputs``; None where none is needed."""
+    """Gradients with respect to each of the ``PassInputs``; None if it is not needed."""
 
     dense: Float[Tensor, "positions hidden"] | None = None
     masked: Float[Tensor, "positions hidden"] | None = None
@@ -48,9 +48,9 @@ class Gradients:
         """Gradients of 0.
 
         Args:
-            inputs: what the gradients are by.
+            inputs: the tensors that the gradients are taken with respect to.
             needed: whether dense, masked, weight and bias need one, in this order.
-            dtype: of the gradients.
+            dtype: dtype of the gradients.
         """
         tensors: dict[str, Tensor] = {}
         for (name, tensor), is_needed in zip(vars(inputs).items(), needed, strict=True):
@@ -60,7 +60,7 @@ class Gradients:
 
 
 class PositionValues(NamedTuple):
-    """Values of every position; 0 where there is nothing to compute them from.
+    """Values of every position; 0 for a value whose inputs are absent.
 
     Args:
         dense_nll: -log probability of the target in the dense pass, nats.
@@ -76,7 +76,9 @@ class PositionValues(NamedTuple):
 
 
 class _ChunkPass(NamedTuple):
-    """One pass over a chunk of positions; gradients by the logits overwrite the logits."""
+    """One pass over a chunk of positions; the gradients with respect to the logits overwrite the
+    logits.
+    """
 
     hidden: Float[Tensor, "chunk hidden"]
     logits: Float[Tensor, "chunk vocab"]
@@ -92,7 +94,7 @@ class _LogProbs(NamedTuple):
 def positions_per_chunk(head: OutputHead) -> int:
     """Positions whose logits exist at once: 1,024, or as many as have 2^26 logits.
 
-    Each chunk adds once to the whole gradient of W, so that fewer chunks move less memory.
+    Each chunk adds to the whole gradient of W once, so fewer chunks move less memory.
     """
     vocab_size = len(head.weight)
     rows = rows_per_chunk(vocab_size, head.weight.device, cpu_elements=_CHUNK_ELEMENTS)
@@ -119,7 +121,7 @@ class LogitChunks:
         head: the output head. Its ``compute_dtype`` is that of the matrix products.
         inputs: hidden states, W and b.
         targets: token ids; None: no NLL, and no gradient to the dense pass.
-        gradients: what gradients are added to; None: none are made.
+        gradients: tensors that gradients are added to; None: no gradients are computed.
         anchor_weight, mask_weight: lambda_anchor and lambda_mask.
         chunk_tokens: positions of a chunk, at least 1; None: ``positions_per_chunk``.
         block_tokens: positions of a block, at least 1; None: as many as stay in a CPU's cache.
@@ -204,7 +206,7 @@ class LogitChunks:
     ) -> None:
         """Write the values of a block of positions, and gradients over its logits.
 
-        Tensors are re-used: the fewer of vocabulary size exist, the longer blocks may be.
+        Tensors are reused: the fewer of vocabulary size exist, the longer blocks may be.
         """
         targets = None if self.targets is None else self.targets[positions, None]  # (block, 1)
         log_dense = self._log_probs(dense_logits)

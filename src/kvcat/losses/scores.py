@@ -1,4 +1,4 @@
-"""Scores of single positions behind the output head."""
+"""Scores of single positions after the output head."""
 
 from dataclasses import dataclass
 
@@ -36,7 +36,8 @@ def score_positions(
     chunk_tokens: int | None = None,
     block_tokens: int | None = None,
 ) -> PositionScores:
-    """NLL of the targets at every position; with a teacher its NLL, KL and top-1 agreement too.
+    """NLL of the targets at every position; with a teacher, also the teacher's NLL, KL and top-1
+    agreement.
 
     Nothing is shifted: ``hidden``, the input of the head, is scored against ``targets`` at the same
     position. If a position has no next token, any id serves as its target; KL and top-1 do not

@@ -1,4 +1,4 @@
-"""What kvcat does with unmodified transformers models.
+"""Functions on unmodified transformers models.
 
 Loading and saving, the masked pass, the capture of keys and queries, and the start-up test.
 """

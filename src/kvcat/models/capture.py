@@ -1,4 +1,6 @@
-"""What a dense forward computes in every layer: keys, values, queries and more."""
+"""Captures the keys, values, queries and hidden states that a dense forward computes in every
+layer.
+"""
 
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -29,7 +31,7 @@ class Capture:
     """Keys, values and queries of a dense forward, and the input of the head; no gradient.
 
     Args:
-        keys: per layer, after rotation; behind a compact cache its slots come first.
+        keys: per layer, after rotation; after a compact cache its slots come first.
         values: per layer, likewise.
         queries: per layer, after rotation, of ``query_positions``.
         hidden: input of the head (``logits_from_hidden`` makes logits of it), from
@@ -60,9 +62,9 @@ def capture(
 ) -> Capture:
     """The keys, values, queries and hidden states of a dense forward.
 
-    Up to ``chunk_tokens`` tokens run at once. A longer text runs chunk after chunk behind a growing
+    Up to ``chunk_tokens`` tokens run at once. A longer text runs chunk by chunk with a growing
     cache: only the keys, the values and the kept queries and hidden states grow with its length,
-    activations grow with the chunk. No attention mask is made, except where a layer's sliding
+    while activations grow with the chunk. No attention mask is made, except where a layer's sliding
     window is shorter than the text. In a terminal a bar shows the progress after two seconds;
     TQDM_DISABLE=1 hides it.
 
@@ -146,7 +148,7 @@ class _Recording:
     def record(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> None:
-        """Keep what a layer's attention was given."""
+        """Keep the queries, keys and values that a layer's attention received."""
         positions = self.chunk_positions
         is_all = len(positions) == queries.shape[2]
         self.queries[layer].append(queries if is_all else queries[:, :, positions])

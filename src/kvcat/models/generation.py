@@ -37,7 +37,7 @@ def end_tokens(model: PreTrainedModel) -> list[int]:
 
 @contextmanager
 def plain_generation(model: PreTrainedModel, **settings: Any) -> Iterator[GenerationConfig]:
-    """Settings for greedy generation, which the model has for the duration of a block.
+    """A block in which the model has the settings for greedy generation, which it yields.
 
     Only the end-of-text tokens come from the model's settings. Pass the settings to ``generate`` as
     well. The model must have them too, because ``generate`` fills in what a call leaves out from

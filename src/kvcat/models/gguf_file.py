@@ -1,9 +1,8 @@
-"""Models in .gguf files: the configuration, and a check that no tensor is left over.
+"""Models in .gguf files: the configuration, and a check that the model uses every tensor.
 
 transformers' reader leaves out what it does not know: scaled rotary embeddings, biases, the size of
-heads. The configuration is therefore made here, from llama.cpp's own rules, for architectures whose
-logits were compared with llama.cpp. An error names a metadata key or a tensor that the model does
-not use.
+heads. Therefore the configuration is made here by llama.cpp's rules, for architectures whose logits
+were compared with llama.cpp. An error names a metadata key or a tensor that the model does not use.
 """
 
 from collections.abc import Iterable, Mapping
@@ -143,7 +142,8 @@ def gguf_config(path: Path) -> PreTrainedConfig:
 
 
 def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig) -> None:
-    """Raise ``InputError`` for a .gguf file with a surplus tensor, or without a needed one.
+    """Raise ``InputError`` if a .gguf file has a tensor that the model does not use, or lacks one
+    that it needs.
 
     Args:
         path: the file.
@@ -283,7 +283,7 @@ def _original_length(header: _Header) -> int:
 
 
 def _longrope_of_tensors(header: _Header) -> dict[str, Any]:
-    """LongRoPE with the factors of two tensors."""
+    """LongRoPE with the factors from two tensors."""
     if _scaling_factor(header) != 1.0:
         raise header.rejection(
             "rope.scaling.factor", "together with type longrope: this is not supported"
@@ -299,7 +299,9 @@ def _longrope_of_tensors(header: _Header) -> dict[str, Any]:
 
 
 def _linear(header: _Header, kind: str) -> dict[str, Any]:
-    """Frequencies divided by one number (type linear), by those of a tensor, by both or neither."""
+    """Frequencies divided by one number (type linear), by the factors in a tensor, by both or by
+    neither.
+    """
     factor = 1.0 if kind == "none" else _scaling_factor(header)
     if _ROPE_FREQS in header.rope_tensors:
         factors = [factor * number for number in header.rope_tensors[_ROPE_FREQS]]

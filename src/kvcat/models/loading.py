@@ -268,7 +268,8 @@ def _load_model(path: Path, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def _check_loaded(path: Path, model: PreTrainedModel, info: dict[str, Any]) -> None:
-    """Reject weights of other shapes, missing or surplus ones, and numbers that are not finite.
+    """Reject weights of other shapes, missing weights, weights that the model does not use, and
+    numbers that are not finite.
 
     Args:
         path: folder or file, for the messages.
@@ -303,7 +304,7 @@ def _reject_weights(path: Path, complaint: str, names: Iterable[str]) -> None:
 def _quiet() -> Iterator[None]:
     """A block without transformers' reports and progress bars.
 
-    What matters in them is raised as an error.
+    The important ones among them are raised as errors.
     """
     level = logging.get_verbosity()
     has_bars = logging.is_progress_bar_enabled()

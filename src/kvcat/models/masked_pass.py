@@ -38,14 +38,14 @@ class HiddenOutput:
 class KVPass:
     """State of one forward pass; the keyword ``kv_pass`` carries it to the layers' hooks.
 
-    It is a plain class, because FSDP2 copies dataclasses and does not copy other objects.
+    It is a plain class, because FSDP2 copies dataclasses but no other objects.
 
     Args:
         masked_pass: the module that runs it.
         batch: number of sequences.
         prefix_len: as in ``MaskedPass.hidden``.
-        generator: one number per group is drawn from each, the seed of that group's draws. So a
-            layer that runs again draws what it drew before.
+        generator: one number per group is drawn from each and seeds that group's draws. So a layer
+            that runs again makes the same draws as before.
     """
 
     def __init__(
@@ -161,20 +161,21 @@ class MaskedPass(nn.Module):
     decoder layers call a group's policy at its first layer and pass the gate to every layer of the
     group as a keyword. Layers before the first group stay dense. A "hidden" policy reads the masked
     rows, an "attention" policy the queries and keys of the dense rows. The state of a pass
-    (``KVPass``) travels with its keyword arguments, so that interleaved passes and activation
-    checkpointing find theirs. This module has the parameters of the policies, not of the model.
+    (``KVPass``) is one of its keyword arguments, so that interleaved passes and activation
+    checkpointing find the right one. This module has the parameters of the policies, not of the
+    model.
 
-    With a ``prefix_len`` (not in the paper) only the tokens behind it go through the masked pass.
+    With a ``prefix_len`` (not in the paper) only the tokens after it go through the masked pass.
     Each sequence is followed by its suffix again, at the same positions. The repeated suffix sees
-    the kept slots of the prefix and all of its own, as behind a compact cache. The prefix is
-    computed once for both passes.
+    the kept slots of the prefix and all earlier slots of itself, as after a compact cache. The
+    prefix is computed once for both passes.
 
     Args:
         model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
-        detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy gives a gradient
-            to what the prefix computes.
+        detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy passes a gradient
+            to the prefix's states.
 
     Raises:
         InputError: groups at layers that do not exist, a value out of range, an unsupported model.

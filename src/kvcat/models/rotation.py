@@ -1,4 +1,4 @@
-"""Keys turned to other positions, with the model's own rotary embedding."""
+"""Moves keys to other positions with the model's rotary embedding."""
 
 import inspect
 import sys
@@ -21,13 +21,13 @@ _TURNED: WeakKeyDictionary[PreTrainedModel, dict[int, list[bool]]] = WeakKeyDict
 
 
 class KeyRotation:
-    """Turns a model's keys to other positions, as if their tokens were ``shift`` positions later.
+    """Rotates a model's keys to other positions, as if their tokens were ``shift`` positions later.
 
     With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k
-    become R(p + shift) k. The rotation comes from the model's own modules, with their scaling and
+    become R(p + shift) k. The rotation comes from the model's modules, with their scaling and
     pairing of channels. The constructor tests it on the model once for every shift: the keys of a
-    few tokens at one position, turned, must equal those of the same tokens ``shift`` positions
-    later. In layers without positions the unturned keys must equal them.
+    few tokens at one position, after the rotation, must equal those of the same tokens ``shift``
+    positions later. In layers without positions the keys must be equal without the rotation.
 
     Args:
         model: a causal LM with rotary position embeddings.
@@ -44,7 +44,7 @@ class KeyRotation:
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "kv_lora_rank", None):
             name = type(model).__name__
-            raise InputError(f"{name}: keys of latent attention cannot be turned")
+            raise InputError(f"{name}: keys of latent attention cannot be moved")
         num_layers = config.num_hidden_layers
         types = getattr(config, "layer_types", None) or ["full_attention"] * num_layers
         # some modules have one set of frequencies for each type of layers
@@ -59,7 +59,7 @@ class KeyRotation:
             tested[shift] = self.turned
 
     def _test(self, model: PreTrainedModel) -> None:
-        """Set ``turned``: whether each layer's keys turn with their position."""
+        """Set ``turned``: whether each layer's keys depend on their position by a rotation."""
         start = max(0, -self.shift)
         tolerance = _TOLERANCE.get(model.dtype, 0.01)
         for layer, (before, after) in enumerate(_keys_at(model, start, start + self.shift)):
@@ -68,7 +68,7 @@ class KeyRotation:
             error = min(error_turned, error_unturned)
             if not error <= tolerance:
                 raise InputError(
-                    f"{type(model).__name__}: the keys of layer {layer} do not turn with their "
+                    f"{type(model).__name__}: the keys of layer {layer} do not rotate with their "
                     f"position (error {error:.2g})"
                 )
             self.turned[layer] = error_turned <= error_unturned
@@ -79,7 +79,7 @@ class KeyRotation:
         layer: int,
         shift: int | Int[Tensor, " slots"] | None = None,
     ) -> Float[Tensor, "batch kv_heads slots head_dim"]:
-        """One layer's keys, which are rotated at their positions, turned by ``shift``.
+        """One layer's keys, which are rotated at their positions, moved by ``shift``.
 
         Args:
             keys: after rotation.
@@ -130,9 +130,7 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
     class_name = type(model).__name__
     module = _named_rotary(model)
     if module is None:
-        raise InputError(
-            f"{class_name} has no rotary position embedding: its keys cannot be turned"
-        )
+        raise InputError(f"{class_name} has no rotary position embedding: its keys cannot be moved")
     types = getattr(module, "rope_type", "default")
     text = model.config.get_text_config(decoder=True)
     parameters = getattr(text, "rope_parameters", None) or {}
@@ -144,7 +142,7 @@ def rotary_module(model: PreTrainedModel) -> nn.Module:
         if kind in _LENGTH_DEPENDENT and not is_fixed:
             raise InputError(
                 f"{class_name}: rotary embeddings of type {kind!r} depend on the length of the "
-                "text: its keys cannot be turned"
+                "text: its keys cannot be moved"
             )
     return module
 

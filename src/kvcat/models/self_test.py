@@ -1,4 +1,4 @@
-"""The start-up test that finds out whether kvcat works with a model."""
+"""The start-up test that checks whether kvcat works with a model."""
 
 from contextlib import suppress
 from dataclasses import dataclass
@@ -46,12 +46,12 @@ class _FixedScores(SparsificationPolicy):
 
 @dataclass(frozen=True, eq=False)
 class _Example:
-    """What the test runs the model on.
+    """The input of the test, and the expected logits.
 
     Args:
         tokens: random token ids.
         keep: a random gate: slots 0 and 1 are visible, slot 2 is hidden.
-        logits: of the stock model.
+        logits: logits of the stock model.
     """
 
     tokens: Int[Tensor, "batch tokens"]
@@ -68,9 +68,9 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     - a random gate in every layer changes the masked rows, but only where a slot is hidden before
       them, and gets gradients;
     - ``output_head`` can describe the head;
-    - tokens behind a compact cache of all slots equal the stock model, also as generation calls it,
+    - tokens after a compact cache of all slots equal the stock model, also as generation calls it,
       and a log-bias of the slots changes them (not tested with shorter sliding windows);
-    - keys turn to other positions, or it is known that they do not.
+    - keys can be rotated to other positions, or it is known that they cannot.
 
     The model then has kvcat's attention.
 
@@ -131,23 +131,23 @@ def _complaint(model: PreTrainedModel) -> str | None:
 
 
 def _cache_complaint(model: PreTrainedModel, example: _Example, captured: Capture) -> str | None:
-    """The first thing that does not work behind a compact cache of the first half."""
+    """The first thing that does not work after a compact cache of the first half."""
     tokens = example.tokens
     expected = example.logits[:, tokens.shape[1] // 2 :]
     unbiased = _behind_slots(model, tokens, captured, spread=0.0)
     if not same(unbiased, expected):
-        return "tokens behind a compact cache differ from the stock model"
+        return "tokens after a compact cache differ from the stock model"
     if torch.equal(unbiased, _behind_slots(model, tokens, captured, spread=1.0)):
         return "the log-bias of a compact cache does not reach its attention"
     if not same(_generated(model, tokens, captured), expected):
-        return "generation behind a compact cache differs from the stock model"
+        return "generation after a compact cache differs from the stock model"
     return None
 
 
 def _gate_complaint(
     masked: Float[Tensor, "batch tokens vocab"], example: _Example, policies: list[_FixedScores]
 ) -> str | None:
-    """The first effect that a gate should have and has not, or has and should not have."""
+    """The first missing or unwanted effect of a gate."""
     if not same(masked[:, :2], example.logits[:, :2]):
         return "hidden slots change earlier tokens"
     if not relative_error(masked[:, 2:], example.logits[:, 2:]) > 1e-6:
@@ -217,7 +217,7 @@ def _run_both_passes(
 def _behind_slots(
     model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], captured: Capture, spread: float
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the second half behind a compact cache of the first.
+    """Logits of the second half after a compact cache of the first.
 
     The log-bias of the slots goes from -spread to spread.
     """
@@ -230,7 +230,7 @@ def _behind_slots(
 def _generated(
     model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], captured: Capture
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the second half behind the first, from the model as generation calls it."""
+    """Logits of the second half after the first, from the model as generation calls it."""
     half = tokens.shape[1] // 2
     past = _first_half(model, captured, half, spread=0.0).to_transformers(model)
     mask = torch.ones_like(tokens)

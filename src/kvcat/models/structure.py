@@ -70,7 +70,7 @@ def _output_projection(layer: nn.Module) -> Float[Tensor, "hidden channels"] | N
 
 
 def positions_of(config: PreTrainedConfig) -> int:
-    """Longest sequence of a model; ``sys.maxsize`` where its configuration names none."""
+    """Longest sequence of a model; ``sys.maxsize`` if its configuration sets no limit."""
     text = config.get_text_config(decoder=True)
     return getattr(text, "max_position_embeddings", None) or sys.maxsize
 
@@ -119,17 +119,17 @@ def output_head(model: PreTrainedModel) -> OutputHead:
     It is found at the first call. Scale and soft-cap come from the configuration: ``logit_scale``,
     ``lm_head_multiplier`` and ``output_multiplier`` multiply the logits, ``logits_scaling`` divides
     them (Granite) or multiplies them (HyperCLOVA X), ``final_logit_softcapping`` or
-    ``logits_soft_cap`` caps them. The result is the first of these readings, then of those without
-    scale or cap, that gives the model's logits on 8 random tokens. The hidden states of this test
-    are amplified until the logits reach 100, so that a cap is noticed which the configuration does
-    not name, or names and the model does not use.
+    ``logits_soft_cap`` caps them. These interpretations are tried first, then those without scale
+    or cap. The result is the first one that reproduces the model's logits on 8 random tokens. The
+    hidden states of this test are amplified until the logits reach 100, so that a cap is noticed
+    that the configuration does not name, or that it names and the model does not use.
 
     Args:
         model: a causal LM with its weights loaded, not yet sharded.
 
     Raises:
         InputError: no linear head, a head that does not read the output of the model without head,
-            or logits that no reading gives; the message names the model's class.
+            or logits that no interpretation reproduces; the message names the model's class.
     """
     if model not in _HEADS:
         _HEADS[model] = _find_head(model)
@@ -187,7 +187,9 @@ def _numbers(text: PreTrainedConfig, names: Sequence[str]) -> list[float]:
 def _amplified(
     model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], head: OutputHead
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of the model's head, the same amplified, and the model's logits for the latter."""
+    """The input of the model's head, the same amplified, and the model's logits for the amplified
+    input.
+    """
     uncapped = OutputHead(head.linear, head.scale)
     inputs: list[Tensor] = []
     loud_inputs: list[Tensor] = []
@@ -209,7 +211,7 @@ def _amplified(
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
-    """Whether both may come from the same arithmetic in another order."""
+    """Whether the two differ by no more than rounding."""
     return relative_error(actual, expected) <= _TOLERANCE.get(expected.dtype, 5e-2)
 
 

@@ -116,7 +116,7 @@ def _read(stored: dict[str, Path], name: str) -> Tensor:
 
 
 def _unpickled(file: Path) -> dict[str, Any]:
-    """The tensors of an older file of weights, mapped into memory where its format allows that."""
+    """The tensors of an older file of weights, mapped into memory if its format allows that."""
     try:
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
     except RuntimeError:

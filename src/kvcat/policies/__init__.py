@@ -69,13 +69,13 @@ def build_policies(
 
     Args:
         spec: NAME or NAME,option=value,... (``parse_policy``).
-        num_layers, hidden_size: of the model.
+        num_layers, hidden_size: size of the model.
         group_starts, num_groups: as in ``check_group_starts``.
-        target: keep ratio rho aimed at, in (0, 1).
+        target: keep ratio rho to aim at, in (0, 1).
         feature_dim: width of the router's linear attention.
         noise: standard deviation of the noise on the router's W_P.
-        seed: of the initial weights; one generator draws those of all groups, so that each starts
-            differently.
+        seed: seed of the initial weights; one generator draws those of all groups, so that each
+            starts differently.
 
     Raises:
         InputError: an unknown name or option, a value out of range, group starts that the model

@@ -32,8 +32,8 @@ class SparsificationPolicy(nn.Module):
       has one.
 
     Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source
-    of chance. If a policy reads ``"hidden"`` and has parameters, its scores carry gradient and the
-    budget loss applies to them.
+    of chance. If a policy reads ``"hidden"`` and has parameters, its scores carry a gradient and
+    the budget loss applies to them.
     """
 
     reads: ClassVar[Literal["hidden", "attention"]]
@@ -69,7 +69,9 @@ class ExactCount(SparsificationPolicy):
         self.keep_ratio = float(keep_ratio)
 
     def keep_largest(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
-        """1 for position 0 and the largest values, else 0; of equal values lower positions win."""
+        """1 for position 0 and the largest values, 0 elsewhere; among equal values lower positions
+        come first.
+        """
         values = values.clone()
         values[:, 0] = torch.inf
         order = values.argsort(dim=1, descending=True, stable=True)

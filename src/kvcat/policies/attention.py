@@ -12,7 +12,8 @@ from kvcat.types import Float, Tensor
 class AttentionMassPolicy(ExactCount):
     """Scores 1 for position 0 and the slots with the most dense attention, and 0 for the others.
 
-    It keeps an exact count. Of equal masses the lower position wins. There is no gradient.
+    It keeps an exact count. Among equal masses the lower position comes first. There is no
+    gradient.
 
     References: KV-CAT, appendix "Method ablation" (Attn).
     """

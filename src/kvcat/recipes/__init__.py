@@ -1,4 +1,4 @@
-"""Training recipes: complete configurations as data, any field of them overridden by keyword.
+"""Training recipes: complete configurations as data; keywords override any field.
 
 ``pretrain`` makes the base model of the package, ``demo`` is the demo.
 """
@@ -25,7 +25,7 @@ class Recipe:
     def __call__(self, **overrides: Any) -> TrainConfig:
         """The configuration with these fields.
 
-        Its output folder is ``runs/NAME-POLICY`` if none is given.
+        The default output folder is ``runs/NAME-POLICY``.
 
         Raises:
             InputError: no model, an unknown field, or a value out of range.
@@ -72,7 +72,7 @@ qwen2_5_1_5b = Recipe(
 
 
 class _Variant(NamedTuple):
-    """A change of every recipe: what it is, and the fields that differ."""
+    """A variant of every recipe: its description, and the fields that differ."""
 
     about: str
     values: dict[str, Any]

@@ -21,18 +21,18 @@ KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
 
 @dataclass(frozen=True)
 class DemoPlan:
-    """How long each part of the demo is.
+    """The size of each part of the demo.
 
     Args:
-        name: of the plan.
-        max_steps: of KV-CAT and of the control.
-        batch_size, seq_len: of both.
+        name: name of the plan.
+        max_steps: training steps of KV-CAT and of the control.
+        batch_size, seq_len: batch size and sequence length of both.
         num_windows: held-out windows, 768 + 256 tokens each.
         evictions: eviction methods that are compared.
         gradient_windows: windows of the gradient method.
         gradient_steps: its steps.
-        keep_ratios: of all other methods.
-        gradient_keep_ratios: of the gradient method.
+        keep_ratios: keep ratios of all other methods.
+        gradient_keep_ratios: keep ratios of the gradient method.
     """
 
     name: str
@@ -99,11 +99,11 @@ def training_config(
     """The demo's training configuration.
 
     ``control`` and ``router`` differ in the policy alone, so they see the same tokens. The learning
-    rate and the weight of the distillation are lower than elsewhere, because the base is small and
-    at the end of its schedule. The masked pass runs suffixes alone, on a quarter of the slots of
-    their prefixes. The routers' target falls to this quarter over the first quarter of the run (see
-    docs/log.md). The data seed differs from the base's, which has seen the first documents of its
-    order.
+    rate and the weight of the distillation are lower than in the other recipes, because the base is
+    small and at the end of its schedule. The masked pass runs suffixes alone, on a quarter of the
+    slots of their prefixes. The routers' target falls to this quarter over the first quarter of the
+    run (see docs/log.md). The data seed differs from the base's, which has seen the first documents
+    of its order.
     """
     return TrainConfig.from_dict(
         {
@@ -139,10 +139,10 @@ def run_demo(
     its records.
 
     Args:
-        plan: how long each part is.
+        plan: the size of each part.
         out: folder of the demo.
-        seed: of training and compression; the windows stay the same.
-        device: of all parts.
+        seed: seed of training and compression; the windows stay the same.
+        device: device of all parts.
         from_scratch: pretrain the base first.
 
     Raises:

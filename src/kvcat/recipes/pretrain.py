@@ -46,7 +46,7 @@ def write_untrained(folder: Path, seed: int) -> None:
 
     Args:
         folder: to write.
-        seed: of the weights and of the documents for the tokenizer.
+        seed: seed of the weights and of the documents for the tokenizer.
     """
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,

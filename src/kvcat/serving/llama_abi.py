@@ -1,8 +1,8 @@
 """llama.cpp's C API through ctypes: its functions, its structures, and the format of its states.
 
 The layout of the structures and of a sequence's state differs between versions, types of cache and
-flash attention. So nothing is assumed about the version: fields are found in the engine's defaults,
-and the layout of a state is read from a state that the engine saved.
+flash attention. So this module assumes nothing about the version: it finds fields in the engine's
+defaults, and reads the layout of a state from a state that the engine saved.
 """
 
 import ctypes
@@ -55,7 +55,7 @@ _TEXT = ctypes.c_char_p
 _INT = ctypes.c_int32
 _SIZE = ctypes.c_size_t
 _BOOL = ctypes.c_bool
-# what each function returns, and what it takes
+# the type that each function returns, and the types of its arguments
 _FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "backend_init": (None, []),
     "log_set": (None, [_LogCallback, _POINTER]),
@@ -140,10 +140,10 @@ def _installed_library() -> Path:
 def context_parameters(defaults: Parameters, num_ctx: int, cache_type: str) -> Parameters:
     """The defaults with a number of cells and a type of cache, and without flash attention.
 
-    The fields are found by the values around them, in any version.
+    In every version, the fields are found by the values around them.
 
     Raises:
-        InputError: the values around them are not there.
+        InputError: these values are missing.
     """
     raw = bytes(defaults.raw)
     # cells, tokens of a batch, tokens of a part of a batch
@@ -168,14 +168,14 @@ def context_parameters(defaults: Parameters, num_ctx: int, cache_type: str) -> P
 
 @dataclass(frozen=True)
 class StateLayout:
-    """How an engine lays out the state of a sequence, read from the state of one token.
+    """The layout of an engine's sequence states, read from the state of one token.
 
     Args:
-        version: of the format.
-        num_streams: of cells; the sequence is in the first.
-        cell_tail: what follows the position of a cell.
-        header: what is between the cells and the first layer's keys.
-        cache_type: of ``CACHE_TYPES``.
+        version: version of the format.
+        num_streams: number of streams of cells; the sequence is in the first.
+        cell_tail: the bytes after the position of a cell.
+        header: the bytes between the cells and the first layer's keys.
+        cache_type: one of ``CACHE_TYPES``.
         width: channels of all KV heads together.
     """
 
@@ -224,7 +224,7 @@ class StateLayout:
 
         Args:
             prefix: the packed cache.
-            is_interleaved: the engine wants the two channels of a rotation next to each other.
+            is_interleaved: the engine has the two channels of a rotation next to each other.
 
         Raises:
             InputError: numbers too large for the type of the cache.

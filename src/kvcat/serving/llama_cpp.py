@@ -33,12 +33,12 @@ class LlamaCpp:
         gguf: the model; for caches with a log-bias or unequal heads, the file that ``write_gguf``
             made from a widened model.
         num_ctx: cells for slots, questions and answers.
-        cache_type: of llama.cpp's cache, "float16", "float32" or "bfloat16".
-        num_threads: of the computation.
+        cache_type: type of llama.cpp's cache, "float16", "float32" or "bfloat16".
+        num_threads: threads of the computation.
         library: shared library with llama.cpp's C API; None: that of ``xllamacpp``.
 
     Raises:
-        InputError: no library, a library or a format of states that is not known, or no such model.
+        InputError: no library, an unknown library or format of states, or no such model.
     """
 
     layout: StateLayout
@@ -98,7 +98,7 @@ class LlamaCpp:
         return layout
 
     def load(self, prefix: Prefix) -> None:
-        """Start again behind a document's cache, with token 0 in every cell.
+        """Start again after a document's cache, with token 0 in every cell.
 
         Raises:
             InputError: a cache of another model, or one that does not fit.
@@ -153,7 +153,7 @@ class LlamaCpp:
             )
 
     def logits(self, ids: Sequence[int]) -> Float[Tensor, " vocab"]:
-        """Logits after the tokens, which follow the content of the context.
+        """Logits after these tokens, which are appended to the context.
 
         Raises:
             InputError: no tokens, ids that the model does not have, or more tokens than cells.
@@ -162,7 +162,7 @@ class LlamaCpp:
             raise InputError(f"ids must be one or more tokens in 0..{self._vocab_size - 1}")
         if self.position + len(ids) > self.num_ctx:
             raise InputError(
-                f"{len(ids)} tokens do not fit behind {self.position} of {self.num_ctx} cells"
+                f"{len(ids)} tokens do not fit: {self.position} of {self.num_ctx} cells are in use"
             )
         tokens_at_once = self._call("n_batch", self._context)
         for start in range(0, len(ids), tokens_at_once):
@@ -179,7 +179,7 @@ class LlamaCpp:
     def generate(
         self, ids: Sequence[int], max_new_tokens: int, end: Sequence[int] = ()
     ) -> Iterator[int]:
-        """The most likely next tokens, up to a token of ``end`` or a full context."""
+        """The most likely next tokens, up to a token in ``end`` or until the context is full."""
         for _ in range(max_new_tokens):
             token = int(self.logits(ids).argmax())
             if token in end:
@@ -210,7 +210,7 @@ class LlamaCpp:
         return self._library.call(name, *arguments)
 
     def _meta(self, key: str) -> str:
-        """A text of the GGUF file's metadata; empty if it has none of that key."""
+        """A text from the GGUF file's metadata; empty if the key is missing."""
         buffer = ctypes.create_string_buffer(256)
         length = self._call("model_meta_val_str", self._model, key.encode(), buffer, len(buffer))
         return buffer.value.decode() if length >= 0 else ""

@@ -42,10 +42,10 @@ def plain_prefix(
     result's ``num_tokens``.
 
     Args:
-        cache: of this model.
+        cache: a cache of this model.
         drop_log_bias: leave the log-bias out, which changes the answers.
-        head_dim: of the widened checkpoint that will read the prefix: its keys hold the log-bias,
-            and all heads of all layers get as many slots as the fullest.
+        head_dim: head size of the widened checkpoint that will read the prefix. The prefix's keys
+            then hold the log-bias, and all heads of all layers get as many slots as the fullest.
 
     Raises:
         InputError: another model; a head_dim that does not fit; keys that cannot be rotated; or,
@@ -88,7 +88,7 @@ def export_prefix(
     - num_layers
     - num_slots: of the first layer
     - num_tokens: length of the text
-    - next_position: of the first token behind the prefix
+    - next_position: of the first token after the prefix
     - dtype, model_type, fingerprint, metadata (JSON), sha256
 
     Raises:
@@ -132,7 +132,7 @@ class Prefix(NamedTuple):
         """
         _, tensors, digest = read_tensors(self.path, PREFIX)
         if digest != self.digest:
-            raise InputError(f"{self.path.name} has changed since it was asked for")
+            raise InputError(f"{self.path.name} has changed since it was requested")
         num_layers = self.shape[0]
         return [
             (tensors[f"layers.{index}.keys"][0], tensors[f"layers.{index}.values"][0])

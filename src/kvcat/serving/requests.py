@@ -27,7 +27,7 @@ class CacheFolder:
 
     Args:
         folder: holds files of ``kvcat pack``; ``InputError`` if the folder does not exist.
-        fingerprint: of the model that the caches must belong to.
+        fingerprint: fingerprint of the model that the caches must belong to.
         shape: layers, KV heads and channels of the served model.
     """
 
@@ -84,9 +84,9 @@ def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") ->
 
     Args:
         prefix: the cache.
-        name: of the cache's file.
+        name: name of the cache's file.
         ids: tokens that follow the document.
-        salt: of the client; appended to the cache's.
+        salt: the client's salt, which is appended to the cache's.
     """
     return {
         "prompt": [PLACEHOLDER] * prefix.num_slots + ids,
@@ -96,10 +96,10 @@ def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") ->
 
 
 def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
-    """Token ids of what follows the document.
+    """Token ids of the text after the document.
 
     Args:
-        tokenizer: of the served model.
+        tokenizer: tokenizer of the served model.
         prompt: a text, or token ids, which are returned unchanged.
         chat: the document opens a user's turn in the chat template, and the text ends this turn.
     """
@@ -111,7 +111,7 @@ def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
 
 
 def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
-    """Token ids of a conversation that continues the turn which the document opens.
+    """Token ids of a conversation that continues the document's turn.
 
     All messages must be texts, and the first one the user's.
 

@@ -2,8 +2,8 @@
 
 A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``. The middleware replaces its
 text by placeholders for the slots and the tokens of the question. It answers a wrong name or file
-with status 400. Requests may come without the middleware, so the connector checks again: a request
-that does not fit fails alone.
+with status 400. Requests may bypass the middleware, so the connector checks again: if a request
+does not fit, it alone fails.
 
 The scheduler's side of the connector reports how many tokens the cache brings. The worker's side
 writes keys and values with the attention implementation's ``do_kv_cache_update``, which knows the
@@ -106,7 +106,7 @@ class CompactCacheConnector(base.KVConnectorBase_V1):
         return max(0, prefix.num_slots - num_computed_tokens), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Note what to load into the cells that the request was given."""
+        """Record the load for the cells that the request received."""
         if num_external_tokens == 0 or request.request_id not in self._prefixes:
             return
         prefix = self._prefixes.pop(request.request_id)
@@ -128,7 +128,7 @@ class CompactCacheConnector(base.KVConnectorBase_V1):
         self._step.loads.append(load)
 
     def build_connector_meta(self, scheduler_output: Any) -> _Step:  # noqa: ARG002
-        """The work noted since the last step."""
+        """The work recorded since the last step."""
         step = self._step
         self._step = _Step()
         return step
@@ -262,7 +262,7 @@ def open_folder(vllm_config: Any) -> CacheFolder:
 
 
 def _adapter_names(state: Any) -> set[str]:
-    """Names under which the server answers with a LoRA adapter."""
+    """The names of models with a LoRA adapter on this server."""
     requests = getattr(getattr(state, "openai_serving_models", None), "lora_requests", ())
     return {getattr(request, "lora_name", request) for request in requests}
 
@@ -270,10 +270,10 @@ def _adapter_names(state: Any) -> set[str]:
 def _with_token_ids(state: Any, field_name: str, body: bytes) -> bytes:
     """The body of a request as the connector needs it.
 
-    A body that names no cache, or is not understood, is returned unchanged.
+    A body that names no cache or that is not understood is returned unchanged.
 
     Args:
-        state: of the server's app; keeps the folder and the tokenizer.
+        state: state of the server's app; it keeps the folder and the tokenizer.
         field_name: the field with the text, ``prompt`` or ``messages``.
         body: JSON.
     """

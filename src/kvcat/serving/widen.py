@@ -1,4 +1,4 @@
-"""Checkpoints whose heads have a few extra channels, so that a key can hold its own log-bias.
+"""Checkpoints whose heads have a few extra channels, so that a key can hold its log-bias.
 
 Engines do not support a log-bias. With w channels instead of d, queries scaled by sqrt(w / d) and
 the constant sqrt(w) in the first new channel of every query, the score is
@@ -10,7 +10,7 @@ compact slot it is the log-bias, and ``UNSEEN`` there makes a slot that no query
 
 The new channels must not be rotated. A rotary embedding rotates pairs of channels: d/2 old ones
 with their frequencies, and (w - d)/2 new ones of frequency 0. Keys therefore have the new channels
-behind each half of the old ones. Values have them behind all old ones.
+after each half of the old ones. Values have them after all old ones.
 """
 
 from collections.abc import Iterator
@@ -59,8 +59,8 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     """The same model with heads of ``head_dim`` channels; the first new one holds a log-bias.
 
     Its class is a stock class of transformers: ``LlamaForCausalLM``, or SmolLM3's. Its logits equal
-    the original's up to rounding. Its configuration holds the original's ``kvcat_fingerprint``, by
-    which engines recognise its caches, and ``kvcat_head_dim``.
+    the original's up to rounding. Its configuration holds ``kvcat_head_dim`` and
+    ``kvcat_fingerprint``, the original's fingerprint, by which engines recognise its caches.
 
     Args:
         model: a Llama, Mistral, Qwen2 or SmolLM model without sliding windows.
@@ -127,7 +127,7 @@ def _wide_config(model: PreTrainedModel, rotary: Any, narrow: int, wide: int) ->
 
 
 def widen_keys(keys: Float[Tensor, "*slots narrow"], wide: int) -> Float[Tensor, "*slots wide"]:
-    """Keys of one head, or columns of their projection, with zeros behind each half."""
+    """Keys of one head, or columns of their projection, with zeros after each half."""
     halves = keys.unflatten(-1, (2, -1))
     return pad(halves, (0, (wide - keys.shape[-1]) // 2)).flatten(-2)
 
@@ -161,8 +161,8 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
 
     Args:
         model: a widened Llama.
-        path: of the file.
-        dtype: of the matrices: "float32", "float16" or "q8_0".
+        path: path of the file.
+        dtype: dtype of the matrices: "float32", "float16" or "q8_0".
 
     Raises:
         InputError: another model, an unknown dtype, or the ``gguf`` extra is not installed.
@@ -264,9 +264,9 @@ def _widened(name: str, tensor: Tensor, narrow: int, wide: int, rotary_scale: fl
     """A weight of the wide model.
 
     Args:
-        name: of the weight.
+        name: name of the weight.
         tensor: the original's weight.
-        narrow, wide: channels of a head, of the original and of the wide model.
+        narrow, wide: channels of a head in the original and in the wide model.
         rotary_scale: YaRN's factor on cosines and sines.
     """
     if ".self_attn." not in name or name.endswith("o_proj.bias"):

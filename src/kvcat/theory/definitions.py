@@ -139,7 +139,7 @@ def sequences(num_symbols: int, length: int) -> Int[Tensor, "all_sequences lengt
 
 
 def keep_all(keys: Tensor, values: Tensor) -> KeysValues:
-    """The policy that compresses nothing."""
+    """The policy that keeps every slot."""
     return keys, values
 
 
@@ -183,7 +183,7 @@ def compress(policy: Policy, cache: Cache) -> Cache:
 def answer(
     model: Transformer, cache: Cache, prefix_len: int, suffixes: Int[Tensor, "*batch k"]
 ) -> Float[Tensor, "*batch d_out"]:
-    """M_{C,a}(b): the last token's output of suffixes behind a cache, which may be empty.
+    """M_{C,a}(b): the last token's output of suffixes after a cache, which may be empty.
 
     Positions continue from the ``prefix_len`` = n tokens that the cache replaces, te(b_i, n + i).
     """

@@ -1,4 +1,5 @@
-"""What of the paper's theory fails as printed, or holds and is loose, each shown by running it.
+"""Statements of the paper's theory that fail as printed, or that hold but are loose, each shown by
+running it.
 
 References: KV-CAT, appendix "Theory".
 """
@@ -77,7 +78,7 @@ def _bound_against_n() -> Erratum:
     constant = paper_bound(11, 1, 10)
     best = definition_optimum(2, 12, lambda n: max(1, n - 1))
     return Erratum(
-        place="Note behind Proposition 1",
+        place="Note after Proposition 1",
         printed="with r(n) = n - 1 the bound becomes weaker as N grows, as N^-2",
         shown=f"true of the constant ({constant:.4f} at N = 12), which looks at n = N - 1; "
         f"compressibility asks for every n, and there the optimum is {best.error:.4f} for all N, "
@@ -200,7 +201,7 @@ def doubled_blocks(tokens: Int[Tensor, " n"], num_symbols: int) -> Float[Tensor,
 def misplaced_counts(
     prefix: Int[Tensor, " n"], suffix: Int[Tensor, " k"], num_symbols: int
 ) -> Float[Tensor, " m"]:
-    """Proposition 2 in the corrected network behind the printed slot, with the counts in block 1.
+    """Proposition 2 in the corrected network after the printed slot, with the counts in block 1.
 
     The average is read in block 3, so the prefix is missing: S_b / (n + k), not (S_a + S_b) / (n +
     k).

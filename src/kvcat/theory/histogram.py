@@ -1,4 +1,5 @@
-"""Two transformers for the histogram: no policy compresses one, one slot serves the other.
+"""Two transformers for the histogram: no policy compresses one, and one slot is enough for the
+other.
 
 Both have the embedding te(a, i) = u_a + p_i in R^m with p_i = (i, 1, 0, ..., 0) and
 u_a = (0, a, 0, ..., 0), the symbols a counted from 0. It is injective, p_i is never 0, and
@@ -73,7 +74,7 @@ def incompressible_histogram(
 
 
 def compressible_histogram(num_symbols: int, longest: int) -> d.Transformer:
-    """Proposition 2: M(a) = hist(a), and behind ``histogram_policy`` one slot does the same.
+    """Proposition 2: M(a) = hist(a), also with the one slot of ``histogram_policy``.
 
     Blocks (w, x, y, z): rho_1(u_a + p_i) = (e_a, p_i, 0, 0), W_V = E_11 + E_22 + E_13, W_O = E_33 +
     E_44. The last map is rho_2(w, x, y, z) = y for z = 0 and (k + 1) y / (n + k) for z = p_n / (k +
@@ -106,12 +107,12 @@ def histogram_policy(num_symbols: int) -> d.Policy:
 
 
 def mass_ratios(longest: int) -> list[Fraction]:
-    """The sums of y, ascending: 1, and (n + k) / (k + 1) behind one slot, n + k <= N."""
+    """The sums of y, ascending: 1, and (n + k) / (k + 1) after one slot, n + k <= N."""
     return sorted({Fraction(j, q) for j in range(2, longest + 1) for q in range(2, j + 1)})
 
 
 def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
-    """A histogram network verified: its widths, its task error, the worst error behind one slot.
+    """A histogram network verified: its widths, its task error, the worst error after one slot.
 
     Attention is uniform and the last map does not read the last token, so the order of the tokens
     of a prefix or a suffix does not matter: one sequence for every count vector is enough. The

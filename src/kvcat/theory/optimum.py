@@ -1,6 +1,6 @@
 """The exact optimum over every policy for the incompressible histogram, and the hull lemma.
 
-Behind r slots whose values have the sum s, a suffix b of k symbols gives an error of
+After r slots whose values have the sum s, a suffix b of k symbols gives an error of
 
     || s - (r + k) / (n + k) S_a + (n - r) / (n + k) S_b || / (r + k),
 
@@ -51,10 +51,10 @@ def enclosing_ball(
 ) -> Ball:
     """The ball of least radius max_i w_i ||c - x_i|| over centres c.
 
-    SciPy's SLSQP on the few points that matter: the farthest point is added until none is outside.
-    A lower bound on every ball's radius proves it: for mu in the simplex and every centre the
-    largest w_i^2 ||c - x_i||^2 is at least sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which is
-    least at c = sum_i mu_i x_i.
+    Computed by SciPy's SLSQP on a subset of the points: the farthest point is added until none is
+    outside. A lower bound on every ball's radius proves it: for mu in the simplex and every centre
+    the largest w_i^2 ||c - x_i||^2 is at least sum_i mu_i ||c - x_i||^2 / sum_i mu_i w_i^-2, which
+    is least at c = sum_i mu_i x_i.
 
     ``points`` x_i, one at least, may be duplicates or affinely dependent; ``weights`` w_i > 0,
     default
@@ -171,8 +171,8 @@ class JointOptimum:
     """The least worst-case error of a prefix over suffixes of 1 to K symbols.
 
     Args:
-        prefix_len: of the prefix.
-        error: the least one.
+        prefix_len: length of the prefix.
+        error: the least worst-case error.
         sum: the s that attains it; 0 without slots.
     """
 
@@ -215,7 +215,8 @@ def definition_optimum(num_symbols: int, longest: int, budget: Budget) -> JointO
 def optimal_policy(num_symbols: int, longest: int, budget: Budget) -> Policy:
     """The policy that attains ``joint_optimum``: s in one slot, r(n) - 1 slots of value 0, keys 0.
 
-    (One slot with value s would not do: all r slots count in the softmax. Any split of s does.)
+    (One slot with value s would not be enough: all r slots count in the softmax. Any split of s
+    is.)
     """
     m = num_symbols
 

@@ -1,4 +1,5 @@
-"""For any function, one network that one slot serves and one that no policy serves.
+"""For any function, one network whose prefix fits into one slot, and one that no policy can
+compress.
 
 Construction D makes both with explicit weights. They differ in 2N rows of one matrix, W_2 of the
 last block: the compressible network (Lemma 1) holds zeros there; in the incompressible one (Lemma
@@ -6,11 +7,11 @@ last block: the compressible network (Lemma 1) holds zeros there; in the incompr
 
 Notation: m symbols, sequences of 1 to N; phi(te(a, i)) is the one-hot e_(a,i) of R^(mN); the blocks
 [w, x, y, z] of the residual stream have widths mN, N, mN, N. Before the last feed-forward map w is
-the last token's phi, x = e_j its position, y the average of phi, z what a one-slot cache says of
-the prefix's length. Lemma 2 is certified for every policy at once. In the last block W_Q = 0, so a
+the last token's phi, x = e_j its position, y the average of phi, z the prefix's length according to
+a one-slot cache. Lemma 2 is certified for every policy at once. In the last block W_Q = 0, so a
 cache of r slots acts through the sum of its values alone, and W_O lets it into y and z, of which
-the last map reads y. Of two suffixes that differ in the last token, one raises an alarm whatever
-that sum.
+the last map reads y. Of two suffixes that differ in the last token, one raises an alarm, whatever
+the sum is.
 
 References: KV-CAT, the main theorem and appendix "Compressible Transformers for General Functions".
 """
@@ -26,11 +27,11 @@ from kvcat.theory import definitions as d
 from kvcat.theory.definitions import FeedForward, FunctionTable, Transformer, sequences
 from kvcat.types import Float, Int, Tensor
 
-ALARM_SYMBOL = 0  # t, the symbol whose coordinates of y the alarms watch; any would do
+ALARM_SYMBOL = 0  # t, the symbol whose coordinates of y the alarms watch; any symbol would work
 
 
 class Layout:
-    """Where Construction D keeps what, and its constants; N < 2 is an InputError.
+    """The layout of Construction D, and its constants; N < 2 is an InputError.
 
     Blocks of the residual stream: widths mN of phi, 2(m + 1)N in all. Units of the last map: the
     detectors' relu(h), then relu(h - q), each by length, then lexicographically, then the alarms
@@ -99,7 +100,7 @@ def alarm_gain(table: FunctionTable, constant: float) -> float:
 
 
 def compressible_network(table: FunctionTable) -> Transformer:
-    """The network of Lemma 1: it computes f, and so it does behind ``summary_policy``.
+    """The network of Lemma 1: it computes f, and so it does after ``summary_policy``.
 
     Its detectors fire for c * 1_a whatever the scale c >= 1/N, so it does not matter that a
     one-slot cache changes the average's denominator from n + k to 1 + k.
@@ -108,7 +109,7 @@ def compressible_network(table: FunctionTable) -> Transformer:
 
 
 def incompressible_network(table: FunctionTable, *, constant: float) -> Transformer:
-    """The network of Lemma 2: it computes f, but behind any r(n) < n slots errs by more than C.
+    """The network of Lemma 2: it computes f, but after any r(n) < n slots errs by more than C.
 
     For every prefix, finite cache and k some suffix has || M([a, b]) - M_{C,a}(b) || > C.
 
@@ -247,7 +248,7 @@ def certified_bounds(network: Transformer, budget: d.Budget) -> pd.DataFrame:
 def certified_bound(
     network: Transformer, prefix_len: int, suffix_len: int, num_slots: int
 ) -> float:
-    """The bound at one (n, k, r): behind every finite cache some suffix errs by this or more.
+    """The bound at one (n, k, r): after every finite cache some suffix errs by this or more.
 
     In exact arithmetic. With e_1 the alarms' direction, an error is at least its first coordinate,
         min over v of max over the two suffixes of U [alarms of j = n + k]

@@ -1,4 +1,6 @@
-"""Checkpoints of a run: sharded, written in the background, whole or absent, verified when read."""
+"""Checkpoints of a run: sharded, written in the background, complete or absent, verified when
+read.
+"""
 
 import functools
 import hashlib
@@ -34,11 +36,11 @@ class DamagedError(InputError):
 
 
 class LoadedCheckpoint(NamedTuple):
-    """What was loaded.
+    """The result of ``load``.
 
     Args:
-        step: of the checkpoint; 0 if there was none, and nothing was loaded.
-        states: of the processes that wrote it.
+        step: step of the checkpoint; 0 if there was none and nothing was loaded.
+        states: states of the processes that wrote it.
         notes: one line for each newer damaged checkpoint.
     """
 
@@ -105,7 +107,7 @@ class Checkpoints:
         """Copy the state and write it in the background, after the previous checkpoint.
 
         Args:
-            step: of the run.
+            step: step of the run.
             state: JSON values of this process besides the tensors, such as its place in the data.
             done: called by the first process with the finished folder.
         """
@@ -286,9 +288,9 @@ def load_module(folder: Path, module: nn.Module) -> None:
 
 
 def _quietly(work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
-    """Work without torch's warnings about checkpoints of a single process.
+    """Do the work without torch's warnings about checkpoints of a single process.
 
-    A failure is the exception of the first process that failed.
+    If a process fails, the exception of the first one is raised.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

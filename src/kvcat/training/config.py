@@ -15,81 +15,84 @@ from kvcat.plugins import POLICIES, plugin_names
 
 _POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")
 POLICY_NAMES = (*sorted(file.stem for file in _POLICY_FILES), "control")
-"""What ``policy`` may name. A policy is a file, so its name is known without importing torch."""
+"""The names that ``policy`` may have. A policy is a file, so its name is known without importing
+torch."""
 
 
 @dataclass(frozen=True)
 class TrainConfig:
     """A complete training run.
 
-    The defaults are the paper's hyperparameters, scaled to one device, unless a comment says
-    otherwise.
+    The defaults are the paper's hyperparameters, scaled to one device, unless an option's
+    description names other ones.
     """
 
-    model: str  # Folder or Hub name of the checkpoint that training continues
-    output: str  # Folder of the run; by default runs/, the recipe's name and the policy's
-    data: str = "installed"  # installed, a file, a folder, a folder of kvcat prepare, or hub:NAME
-    # Which KV slots the masked pass hides: router, random or attention, or NAME,option=value,...
-    # for a policy with options. control trains with the next-token loss alone.
+    model: str  # Folder or Hub name of the checkpoint that training continues.
+    output: str  # Folder of the run; by default runs/, the recipe's name and the policy's.
+    data: str = "installed"  # installed, a file, a folder, a folder of kvcat prepare, or hub:NAME.
+    # Policy that chooses which KV slots the masked pass hides: router, random or attention, or
+    # NAME,option=value,... for a policy with options. With control there is no masked pass, and
+    # the loss is the next-token loss alone.
     policy: str = "router"
     # First layer of each group of layers that share a mask, such as 0 6 12 18; None spaces
     # num_groups evenly.
     group_starts: tuple[int, ...] | None = None
-    num_groups: int = 4  # Number of groups if group_starts is None
-    target_keep: float = 0.5  # Kept fraction rho that the policy aims at, in (0, 1)
+    num_groups: int = 4  # Number of groups if group_starts is None.
+    target_keep: float = 0.5  # Kept fraction rho that the policy aims at, in (0, 1).
     # Steps over which the routers' target falls from 1 to target_keep. Not in the paper.
     target_warmup_steps: int = 0
     # Two fractions between which each step draws a split: the masked pass runs only the tokens
     # after it. Not in the paper, which hides slots everywhere (None).
     prefix_range: tuple[float, float] | None = None
-    # With prefix_range: the masked pass trains how the suffix reads, not what the prefix writes.
-    # Not in the paper.
+    # With prefix_range: the masked pass does not train the prefix's keys and values. Not in the
+    # paper.
     detach_prefix: bool = False
-    tau: float = 0.5  # Threshold on the keep probability, in (0, 1)
-    feature_dim: int = 64  # Width of the router's linear attention
-    # self: the model's dense pass. frozen: the model as it was at the start teaches both passes.
+    tau: float = 0.5  # Threshold on the keep probability, in (0, 1).
+    feature_dim: int = 64  # Width of the router's linear attention.
+    # self: the model's dense pass teaches the masked pass. frozen: a copy of the starting model
+    # teaches both passes.
     teacher: Literal["self", "frozen"] = "self"
-    mask_weight: float = 1.0  # Weight of the distillation KL
+    mask_weight: float = 1.0  # Weight of the distillation KL.
     # Weight of the next-token loss on the dense pass, or of its distillation from a frozen teacher.
     anchor_weight: float = 1.0
     # Weight of the budget loss. Policies that keep an exact count have none.
     budget_weight: float = 0.1
-    # What each document begins with: what the tokenizer puts there, always BOS, or nothing
+    # Tokens at the start of each document: those that the tokenizer adds (auto), at least BOS
+    # (always), or none (never).
     bos: Bos = "auto"
-    seq_len: int = 1024  # Tokens per sequence
-    batch_size: int = 8  # Sequences per optimizer step, over all processes
+    seq_len: int = 1024  # Tokens per sequence.
+    batch_size: int = 8  # Sequences per optimizer step, over all processes.
     # Sequences per forward pass of one process; None: all that the process has in a step.
     micro_batch_size: int | None = None
-    max_steps: int = 300  # Optimizer steps
-    warmup_steps: int = 20  # Steps of linear warm-up
-    peak_lr: float = 1e-4  # Highest learning rate
-    min_lr: float = 5e-6  # Learning rate at the end of the cosine decay
-    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's two betas. The paper does not say.
-    weight_decay: float = 0.01  # AdamW's weight decay, on matrices only
-    max_grad_norm: float = (
-        1.0  # Clipping norm, of the model's gradient and of the routers' separately
-    )
-    # Learning rate of the routers over the model's. Not in the paper.
+    max_steps: int = 300  # Optimizer steps.
+    warmup_steps: int = 20  # Steps of linear warm-up.
+    peak_lr: float = 1e-4  # Highest learning rate.
+    min_lr: float = 5e-6  # Learning rate at the end of the cosine decay.
+    betas: tuple[float, float] = (0.9, 0.95)  # AdamW's two betas; the paper names none.
+    weight_decay: float = 0.01  # AdamW's weight decay, on matrices only.
+    # Largest norm of the model's gradient and, separately, of the routers' gradient.
+    max_grad_norm: float = 1.0
+    # Learning rate of the routers as a multiple of the model's. Not in the paper.
     router_lr_multiplier: float = 10.0
     # Standard deviation of the seeded noise on W_P at the start. The paper has 0, a critical point.
     router_noise: float = 0.05
-    seed: int = 0  # Seed of data order, masks and noise
+    seed: int = 0  # Seed of data order, masks and noise.
     # Type of the matrix products; weights, routers and optimizer stay float32.
     dtype: Literal["float32", "bfloat16"] = "float32"
-    export_dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the exported weights
+    export_dtype: Literal["float32", "bfloat16"] = "float32"  # Type of the exported weights.
     # Torch device; with cuda, each process that torchrun starts uses one GPU.
     device: str = "cpu"
-    # Recompute activations in the backward pass instead of keeping them
+    # Recompute activations in the backward pass instead of keeping them.
     activation_checkpointing: bool = False
-    compile: bool = False  # Compile each decoder layer with torch.compile
-    # Where records are copied to, in addition to metrics.jsonl
+    compile: bool = False  # Compile each decoder layer with torch.compile.
+    # Place that records are copied to, in addition to metrics.jsonl.
     monitor: Literal["none", "tensorboard"] = "none"
-    log_every: int = 1  # Steps between training records
-    # Steps between validations, which also run before the first step and after the last
+    log_every: int = 1  # Steps between training records.
+    # Steps between validations, which also run before the first step and after the last.
     validation_every: int = 50
-    validation_sequences: int = 16  # Sequences of held-out documents that validation reads
-    checkpoint_every: int = 50  # Steps between checkpoints
-    keep_checkpoints: int = 2  # Number of newest checkpoints to keep
+    validation_sequences: int = 16  # Sequences of held-out documents that validation reads.
+    checkpoint_every: int = 50  # Steps between checkpoints.
+    keep_checkpoints: int = 2  # Number of newest checkpoints to keep.
 
     def __post_init__(self) -> None:
         for name, value in _typed_fields(vars(self)).items():
@@ -154,7 +157,7 @@ class TrainConfig:
 
 
 class _Range(NamedTuple):
-    """What the values of some fields must satisfy."""
+    """The conditions that the values of some fields must satisfy."""
 
     names: str
     holds: Callable[[Any], bool]
@@ -211,7 +214,7 @@ def _check_values(config: TrainConfig) -> None:
 
 
 def _check_policy(config: TrainConfig) -> None:
-    """Reject an unknown policy, and groups of layers or a teacher that do not fit it."""
+    """Reject an unknown policy, and groups of layers or a teacher that do not fit the policy."""
     name, _ = parse_spec(config.policy, "policy")
     names = [*POLICY_NAMES, *plugin_names(POLICIES)]
     if name not in names:

@@ -1,4 +1,4 @@
-"""The processes of a run, one or those of torchrun, and how the module is spread over them."""
+"""The processes of a run, one or those of torchrun, and the sharding of the module over them."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -53,11 +53,11 @@ class World:
         return bool(self.mean(torch.tensor([float(happened)])) > 0)
 
     def first(self, work: Callable[[], T], group: Any = None) -> T:
-        """The result of ``work`` in the first process, in every process; so one alone reads files.
+        """The result of ``work``, which runs in the first process alone, in every process.
 
         Args:
             work: called in the first process.
-            group: of the message; None: the default one.
+            group: process group of the message; None: the default one.
 
         Raises:
             InputError: that of ``work``.
@@ -92,7 +92,7 @@ def join_world(device: str, *, group: bool = False) -> Iterator[World]:
 
     Args:
         device: "cuda" becomes the device of the local rank.
-        group: whether a single process makes a group too, as a sharded module needs.
+        group: whether a single process also makes a group, which a sharded module needs.
 
     Raises:
         InputError: no such device, fewer devices than processes here, or processes that do not find
@@ -172,8 +172,8 @@ def shard(objective: Objective, world: World, dtype: torch.dtype) -> None:
     Each decoder layer is a group, and all other parameters are one.
 
     Master weights, gradients and optimizer state stay float32 and shard with the parameters; a
-    layer computes in ``dtype``. The policies' few parameters stay whole on every process, in
-    float32; ``reduce_policies`` keeps them equal. Without a process group nothing happens.
+    layer computes in ``dtype``. The policies' parameters are small and stay whole on every process,
+    in float32; ``reduce_policies`` keeps them equal. Without a process group nothing happens.
     """
     if world.mesh is None:
         return

@@ -1,4 +1,4 @@
-"""The product of a run: an ordinary Hugging Face folder with a card that says how it was made."""
+"""Exports a run as an ordinary Hugging Face folder with a card that says how the model was made."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -24,8 +24,8 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
 
     Args:
         checkpoint: folder of the checkpoint.
-        target: folder for model, tokenizer and card: absent, empty or the run's own ``export``
-            folder, which is replaced.
+        target: folder for model, tokenizer and card: absent, empty, or the ``export`` folder of the
+            run, which is replaced.
 
     Returns:
         The folder.
@@ -67,7 +67,7 @@ def _last_validation(run: Path, step: int) -> dict[str, Any]:
 
 
 def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> str:
-    """The README.md of an exported checkpoint: what it is, how it was made, its losses."""
+    """The README.md of an exported checkpoint: its origin, its training and its losses."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
     numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
     losses = "\n".join(f"- {name}: {value:.4f}" for name, value in numbers.items())

@@ -28,10 +28,10 @@ class RunLog:
     """Records ``{"kind": "train" or "validation", "step": ..., ...}`` of a run, written and shown.
 
     Opened at a step, it first drops later records, so that a resumed run has neither gaps nor
-    duplicates. Standard error gets a line from time to time.
+    duplicates. From time to time a line goes to standard error.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         step: steps that are done.
         enabled: whether this process writes; else it only remembers the newest records.
         progress: whether lines are shown.
@@ -124,7 +124,7 @@ def mean_record(
 
 
 def peak_memory(device: torch.device) -> float:
-    """Most memory that this process has held so far, in GiB: on the GPU, or else resident."""
+    """Peak memory of this process so far, in GiB: memory of the GPU, or else resident memory."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     status = Path("/proc/self/status")

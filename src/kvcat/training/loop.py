@@ -30,15 +30,15 @@ from kvcat.training.schedule import learning_rate
 from kvcat.training.signals import Stopped, stop_requests
 from kvcat.types import Float, Int, Tensor
 
-EXPLODED = 1e6  # a routers' gradient norm that no clipping makes useful
+EXPLODED = 1e6  # a larger gradient norm of the routers means divergence, whatever the clipping
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a finished run leaves.
+    """The results of a finished run.
 
     Args:
-        folder: of the run.
+        folder: folder of the run.
         export: the Hugging Face folder.
         validation: the last validation record.
     """
@@ -49,7 +49,8 @@ class TrainResult:
 
 
 def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
-    """Train a checkpoint, or continue the run in ``config.output``; returns where the result is.
+    """Train a checkpoint, or continue the run in ``config.output``; returns the folders of the
+    result.
 
     Started by torchrun, the processes share the work: the batches, the masks and, up to rounding,
     the losses are those of one process. The order of the batches and every random mask are
@@ -91,9 +92,9 @@ class _Gradients(NamedTuple):
     """Norms of the gradients before they are clipped.
 
     Args:
-        model: of the model.
-        routers: of all routers together; None without routers.
-        by_router: by first layer of each group.
+        model: norm of the model's gradient.
+        routers: norm over all routers together; None without routers.
+        by_router: norm of each router, by the first layer of its group.
     """
 
     model: float
@@ -221,7 +222,7 @@ class Trainer:
         Masks are a function of seed, step and sequence, so that checkpoints need not contain them.
 
         Args:
-            tokens: of the sequences.
+            tokens: token ids of the sequences.
             sequences: their numbers among those of the step, or of validation.
             step: counted from 0; None for validation.
         """

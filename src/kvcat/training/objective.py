@@ -27,11 +27,11 @@ class Objective(nn.Module):
     L = lambda_mask KL(sg dense || masked) + lambda_anchor NTP(dense) + lambda_budget B.
 
     All trained parameters belong to this module and are used inside its forward, so sharding,
-    gradient reduction and checkpoints need to know nothing else.
+    gradient reduction and checkpoints only deal with this module.
 
     Args:
         model: not yet sharded.
-        config: of the run.
+        config: configuration of the run.
 
     References: KV-CAT, equation "training_objective" and appendix "Training objective".
     """

@@ -1,4 +1,4 @@
-"""What a run needs, estimated before anything is loaded, and how fast devices are."""
+"""Estimates the memory and time of a run before anything is loaded, from the speed of devices."""
 
 import importlib.util
 import timeit
@@ -48,7 +48,7 @@ class _Memory(NamedTuple):
 
 
 class _Speed(NamedTuple):
-    """Operations per second of one process' device, and where the figure is from."""
+    """Operations per second of one process' device, and the source of the figure."""
 
     flops: float
     source: str
@@ -58,7 +58,7 @@ def check_request(config: TrainConfig) -> None:
     """Check the configuration before weights or data are loaded. Hub data sets are not contacted.
 
     Raises:
-        InputError: what does not fit the model, the data or the processes.
+        InputError: a setting that does not fit the model, the data or the processes.
     """
     check_batch(config, world_size())
     package = config.monitor
@@ -165,7 +165,9 @@ def _memory(
     num_processes: int,
     micro_batch: int,
 ) -> _Memory:
-    """What a process holds: 16 bytes are a weight, its gradient and its two moments in float32."""
+    """The memory of a process: 16 bytes are a weight, its gradient and its two moments in
+    float32.
+    """
     num_parameters = sum(p.numel() for p in model.parameters())
     state = 16 * num_parameters / num_processes + 16 * num_router_parameters
     if config.teacher == "frozen":
@@ -176,7 +178,7 @@ def _memory(
 def _activations(model: PreTrainedModel, config: TrainConfig, micro_batch: int) -> float:
     """Bytes kept for one backward pass: activations of the layers, and logits.
 
-    A layer keeps what its norms, projections and feed-forward need, or its input alone.
+    A layer keeps the inputs of its norms, projections and feed-forward, or only its input.
     """
     text = model.config.get_text_config()
     rows = micro_batch * config.seq_len * (1 + config.masked_share)

@@ -25,11 +25,11 @@ class Run:
     """A run that is ready for its next step.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world: the processes.
         objective: the model and its policies, sharded over the processes.
-        optimizer: of the objective's parameters.
-        checkpoints: of the run's folder; the newest whole one is loaded.
+        optimizer: optimizer of the objective's parameters.
+        checkpoints: checkpoints in the run's folder; the newest whole one is loaded.
         data: training sequences from that checkpoint on, and validation sequences.
         streams: numbers of the sequences of a step that this process reads.
         log: the record.
@@ -55,7 +55,7 @@ class Run:
         being written.
 
         Args:
-            folder: of the run.
+            folder: folder of the run.
             progress: show progress on standard error.
 
         Raises:

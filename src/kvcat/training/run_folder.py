@@ -1,4 +1,6 @@
-"""The folder of a run: whose it is, what a continuation may change, and when it is complete."""
+"""The folder of a run: which run it belongs to, what a continuation may change, and whether the run
+is complete.
+"""
 
 import dataclasses
 import math
@@ -40,7 +42,7 @@ Changes = dict[str, list[Any]]
 
 
 class FolderState(NamedTuple):
-    """What a run's folder contains.
+    """The content of a run's folder.
 
     Args:
         changes: what the continuation changes.
@@ -58,7 +60,7 @@ class RunFolder:
     """The folder of a run, in which no other process writes; all processes call every method.
 
     Args:
-        config: of the run.
+        config: configuration of the run.
         world: the first process alone looks at files.
         state: what the folder contains.
     """
@@ -129,7 +131,7 @@ def _read_state(config: TrainConfig) -> FolderState:
 
 
 def _changes(previous: TrainConfig, config: TrainConfig) -> Changes:
-    """Old and new value of the fields that differ, all of which a continuation may change."""
+    """Old and new values of the fields that differ; a continuation may change all of them."""
     changes: Changes = {}
     for name, new in dataclasses.asdict(config).items():
         old = getattr(previous, name)

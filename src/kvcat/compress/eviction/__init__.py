@@ -25,10 +25,10 @@ class Eviction(Compressor):
 
     Args:
         name: "first", "random", "streaming", "keynorm", "snapkv", "h2o" or "tova".
-        scorer_class: a scorer of another package, whose name is then ``name``; None: that of the
-            name.
-        options: of the scorer, such as seed (random), num_sinks (streaming) or window, kernel_size,
-            pooling (snapkv).
+        scorer_class: a scorer of another package, which is registered under ``name``; None: kvcat's
+            scorer of that name.
+        options: options of the scorer, such as seed (random), num_sinks (streaming) or window,
+            kernel_size, pooling (snapkv).
 
     Raises:
         InputError: an unknown name, an option that the scorer does not have, or a value out of its

@@ -22,5 +22,5 @@ class H2O(Scorer):
         return received_mass(trace, 0)
 
     def num_recent(self, num_slots: int) -> int:
-        """Half of the slots; an odd one goes to the heavy hitters."""
+        """Half of the slots; if the number is odd, the heavy hitters get one more."""
         return num_slots // 2

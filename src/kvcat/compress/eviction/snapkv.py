@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prefix attends to."""
+"""SnapKV: the positions that the end of the prefix attends to."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,8 @@ from kvcat.errors import InputError, check_least
 
 @dataclass(frozen=True)
 class SnapKV(Scorer):
-    """Keeps an observation window at the end of the prefix and what its queries attend to.
+    """Keeps an observation window at the end of the prefix and the positions that its queries
+    attend to.
 
     Votes are the attention mass that a position receives from the window's queries, pooled along
     the positions before the window. The whole window is kept when there are more slots than it has
@@ -20,7 +21,7 @@ class SnapKV(Scorer):
 
     Args:
         window: observation window in tokens, at least 1.
-        kernel_size: of the pooling, odd, at least 1.
+        kernel_size: width of the pooling, odd, at least 1.
         pooling: "max" or "average".
 
     References: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation",

@@ -1,4 +1,4 @@
-"""TOVA: what the last position attends to."""
+"""TOVA: the positions that the last one attends to."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class TOVA(Scorer):
     """Keeps, the same in all heads of a layer, the positions that the prefix's last query attends
     to most.
 
-    This is the published method for a prompt that is read in one pass. The last position is treated
-    like any other.
+    This is the published method for a prompt that is read in one pass. The last position has no
+    special role.
 
     References: Oren et al. 2024, "Transformers are Multi-State RNNs", arXiv:2401.06104.
     """

@@ -1,3 +1,1 @@
-"""Methods that make slots of their own. Every file of this folder is a method, named as the
-file.
-"""
+"""Methods that make new slots. Every file of this folder is a method, named as the file."""

@@ -44,20 +44,20 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class HeadFit(NamedTuple):
-    """What a batch of KV heads keeps."""
+    """The slots that a batch of KV heads keeps."""
 
     slots: Int[Tensor, "heads slots"]  # positions in the prefix, ascending
     values: Float[Tensor, "heads slots value_dim"]
     log_bias: Float[Tensor, "heads slots"]  # nats
 
     def split(self) -> Iterator["HeadFit"]:
-        """What each head keeps alone, without the dimension of heads."""
+        """The slots of each head, without the dimension of heads."""
         return map(HeadFit._make, zip(*self, strict=True))
 
 
 @dataclass(frozen=True)
 class _Options(Compressor):
-    """The options of Attention Matching, see there."""
+    """The options of ``AttentionMatching``, described there."""
 
     preset: str = field(default="stable", compare=False)
     num_queries: int | None = None
@@ -88,11 +88,11 @@ class AttentionMatching(_Options):
     softmax(q.K_kept + beta) C equals the dense attention output.
 
     Args:
-        preset: values of the options that are not named. "stable" is for text that is not known
-            yet: it also fits the prefix's own queries, and pulls each slot, which few queries
-            determine badly, to its original state. "known" is for supervising queries that are the
-            only ones that will follow: it fits these alone, closely. "paper" is the paper's method:
-            256 queries, 2 steps for the log-bias, ridge 1e-4.
+        preset: values of the options that are not named. "stable" is for later text that is not
+            known yet: it also fits to the prefix's own queries, and pulls each slot towards its
+            original state, because few queries may attend to it. "known" is for the case that no
+            queries other than the supervising ones will follow: it fits closely to these alone.
+            "paper" is the paper's method: 256 queries, 2 steps for the log-bias, ridge 1e-4.
         num_queries: queries per KV head, drawn without replacement; None uses all.
         num_iters: None weighs a query's errors by the share of its attention that goes to the
             prefix, solves the log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of
@@ -101,14 +101,15 @@ class AttentionMatching(_Options):
             values pulled towards 0.
         ridge: strength of the values' pull, relative to the squared spectral norm; None for
             minimum-norm least squares.
-        own_weight: weight of the prefix's own queries, moved behind it (``fitted_queries``), all
-            together and relative to the others; 0: none. They represent the queries of later text.
+        own_weight: weight of the prefix's own queries, moved after it (``fitted_queries``), all
+            together and relative to the others; 0 leaves them out. They represent the queries of
+            later text.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
             stream that they are added to, have a small sum: "adaptive" among the heads of all
             layers, "layers" among the layers, whose heads then have equally many.
-        seed: of the draw of queries.
+        seed: seed of the draw of queries.
 
     Raises:
         InputError: an unknown option, or one out of its range.
@@ -189,7 +190,7 @@ class AttentionMatching(_Options):
         dense: Mapping[HeadIndex, DenseAttention],
         slots_of_heads: Mapping[HeadIndex, int],
     ) -> dict[HeadIndex, HeadFit]:
-        """What every head keeps."""
+        """The slots that every head keeps."""
         fits: dict[HeadIndex, HeadFit] = {}
         for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
             group_fit = match_attention(
@@ -218,7 +219,7 @@ def match_attention(
     Args:
         batch: keys, values, queries and their weights.
         dense: their attention over the whole prefix.
-        num_slots: slots per head; heads that have no more keep all as they are.
+        num_slots: slots per head; heads that have no more slots keep all of them unchanged.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
     """
     num_heads, prefix_len, _ = batch.keys.shape
@@ -235,7 +236,7 @@ def match_attention(
         outputs = outputs * sees_a_slot
     bias = torch.zeros_like(slot_values[..., 0])
     if log_bias:
-        # a query's equation is divided by its whole mass, but in the paper's form
+        # a query's equation is divided by its whole mass, except in the paper's form
         weights = dense.weights * dense.mass if is_paper_form else dense.weights
         bias = fit_log_bias(
             scores,
@@ -284,7 +285,5 @@ def _check_range(name: str, value: float | int | None, *, least: int) -> None:
 
 
 def _with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
-    """The groups, with a bar in a terminal once they take more than two seconds; TQDM_DISABLE=1
-    hides it.
-    """
+    """The groups, with a progress bar in a terminal after two seconds; TQDM_DISABLE=1 hides it."""
     yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)

@@ -39,28 +39,28 @@ OnStep = Callable[[int, float], None]
 
 @dataclass(frozen=True)
 class GradientCompression(Compressor):
-    """Keys and values of every slot, trained so that the compact cache predicts as the dense one
-    does.
+    """Trains the keys and values of every slot so that the compact cache predicts what the dense
+    cache predicts.
 
     Minimises the mean over the supervised positions t of KL(softmax(z*_t) || softmax(z_t)), z* the
     dense logits and z those on the compact cache, by AdamW without weight decay, gradients clipped
     at norm 1; the model's weights stay fixed. The supervised positions are the suffix, or the
-    second copy of a reconstruction sequence. Every example is optimised by itself, its gradient
-    clipped by its own norm.
+    second copy of a reconstruction sequence. Every example is optimised by itself; its gradient is
+    clipped by the norm of that gradient alone.
 
     Args:
         num_steps: gradient steps, at least 0.
         lr: learning rate, larger than 0.
         init: "first": the first slots of the prefix; "random": random ones, the same positions in
-            every layer; "attention-matching" or an eviction's name: what that method gives, its
-            options behind the name as in "attention-matching,budgets=adaptive". A log-bias that the
-            start has is trained as well.
-        seed: of the random positions, and of a start that draws and has none of its own.
+            every layer; "attention-matching" or the name of an eviction method: the cache of that
+            method. Options follow the name, as in "attention-matching,budgets=adaptive". If this
+            cache has a log-bias, it is trained as well.
+        seed: seed of the random positions, and of an ``init`` method that draws and names no seed.
         freeze_first_slot: the first slot keeps its key and value.
-        schedule: of the learning rate: "constant", or "cosine": half a cosine that ends at 0 after
-            ``num_steps``.
-        activation_checkpointing: activations are made anew in the backward pass: less memory, equal
-            gradients.
+        schedule: schedule of the learning rate: "constant", or "cosine", half a cosine that ends at
+            0 after ``num_steps``.
+        activation_checkpointing: activations are computed again in the backward pass: less memory,
+            the same gradients.
 
     Raises:
         InputError: an option out of its range.
@@ -106,10 +106,10 @@ class GradientCompression(Compressor):
 
         Args:
             trace, keep_ratio, num_slots: as in ``Compressor``.
-            resume: file for the state of the run: written every ten steps and read first where it
-                exists, so that the same call after a kill ends with the same bits (where the
-                device's kernels are deterministic). The state of a run with other options is
-                refused, except activation_checkpointing.
+            resume: file for the state of the run. It is written every ten steps, and read first if
+                it exists. After a kill, the same call ends with the same bits (if the device's
+                kernels are deterministic). The state of a run with other options is rejected; only
+                activation_checkpointing may differ.
             on_step: called after every step with its number, from 1, and the KL before it: mean
                 over the examples, nats per token.
 
@@ -132,7 +132,8 @@ class GradientCompression(Compressor):
     def snapshots(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int, CompactCache]]:
-        """Steps taken and the compact cache, after 0, 1, 2, 5, 10, 20, 50, 100 steps and the last.
+        """Step numbers, each with the compact cache after that step: 0, 1, 2, 5, 10, 20, 50, 100
+        and the last.
 
         Raises:
             InputError: as a plain call.
@@ -175,7 +176,7 @@ class GradientCompression(Compressor):
         resume: str | Path | None = None,
         on_step: OnStep | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
-        """The caches after some numbers of steps; mistakes are reported before the first."""
+        """The caches after the given numbers of steps; errors are raised before the first step."""
         trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if slots >= trace.max_slots:
@@ -206,9 +207,9 @@ class GradientCompression(Compressor):
 class SlotTraining:
     """AdamW on the slots of compact caches, towards the dense model's predictions.
 
-    Every row of the trace has its own cache. Heads with fewer slots than the fullest of their layer
-    are padded with slots of log-bias -inf, whose gradient is exactly 0. The padding is removed from
-    the result. A cache that starts with every slot is not trained.
+    Every row of the trace has a cache. Heads with fewer slots than the fullest of their layer are
+    padded with slots of log-bias -inf, whose gradient is exactly 0. The padding is removed from the
+    result. A cache that starts with every slot is not trained.
     """
 
     def __init__(self, method: GradientCompression, trace: Trace, start: Sequence[Layer]):
@@ -266,9 +267,7 @@ class SlotTraining:
         return layers
 
     def save(self, path: Path) -> None:
-        """Write everything that the next steps depend on, and in the header what identifies the
-        run.
-        """
+        """Write everything that the next steps depend on; the header identifies the run."""
         tensors = {"num_steps": torch.tensor(self.num_steps)}
         for index, parameter in enumerate(self._parameters):
             tensors[f"slots.{index}"] = parameter.detach()
@@ -277,7 +276,7 @@ class SlotTraining:
         write_tensors(path, tensors, self._identity(), STATE)
 
     def restore(self, path: Path) -> None:
-        """Continue from what ``save`` wrote; rejects the state of another run."""
+        """Continue from a file of ``save``; the state of another run is rejected."""
         theirs, tensors, _ = read_tensors(path, STATE)
         ours = self._identity()
         for name in sorted(theirs.keys() | ours.keys()):
@@ -293,7 +292,7 @@ class SlotTraining:
                 state[name] = tensors[f"{name}.{index}"].clone().to(parameter.device)
 
     def _identity(self) -> dict[str, str]:
-        """What distinguishes this run from others."""
+        """The settings that distinguish this run from others."""
         identity = {
             option.name: str(getattr(self._method, option.name)) for option in fields(self._method)
         }
@@ -340,8 +339,8 @@ def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
     """Inside the block, every decoder layer keeps only its input and runs again in the backward
     pass.
 
-    transformers' activation checkpointing drops the cache. This one passes it, so it must be a
-    read-only one: a layer's second run gets the same cache as the first.
+    transformers' activation checkpointing drops the cache. This one passes the cache on. The cache
+    must be read-only, so that a layer's second run gets the same cache as the first.
     """
     layers = decoder_layers(model) if enabled else []
     replaced = [layer.__dict__.get("forward") for layer in layers]
@@ -364,7 +363,7 @@ def _starting_method(init: str, seed: int) -> Compressor | None:
 
     Args:
         init: name and options.
-        seed: for a method that draws and has no seed among its options.
+        seed: seed for a method that draws and has no seed among its options.
     """
     name, options = parse_spec(init)
     if name not in ("attention-matching", *SCORERS):
@@ -374,7 +373,7 @@ def _starting_method(init: str, seed: int) -> Compressor | None:
         if options:
             option = next(iter(options))
             raise InputError(
-                f"init {name!r} has no option {option!r}: give the gradient method's own"
+                f"init {name!r} has no option {option!r}: give it to the gradient method"
             )
         return None
     make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
