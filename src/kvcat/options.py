@@ -19,6 +19,8 @@ _TYPE_WORDS = {
     str: "text",
     NoneType: "null",
 }
+# JSON wants digits on both sides of the point
+_SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _PYTHON_WORDS = {"None": "null", "none": "null", "True": "true", "False": "false"}
 _COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
@@ -148,6 +150,8 @@ def _parse_value(text: str) -> Any:
     try:
         value = json.loads(_PYTHON_WORDS.get(text, text))
     except ValueError:
+        if _SHORT_NUMBER.fullmatch(text):
+            return float(text)
         is_bracketed = text[0] == "[" and text[-1] == "]"
         return text[1:-1] if is_bracketed else text
     return tuple(value) if isinstance(value, list) else value

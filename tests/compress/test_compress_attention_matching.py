@@ -52,13 +52,13 @@ def test_presets_are_their_options_spelled_out():
     stable = AttentionMatching(
         num_queries=None,
         num_iters=None,
-        ridge=1e-4,
+        ridge=0.05,
         own_weight=1.0,
         log_bias=True,
         budgets="adaptive",
     )
     assert AttentionMatching() == AttentionMatching("stable") == stable
-    assert AttentionMatching("known") == AttentionMatching(own_weight=0.0, ridge=1e-5) != stable
+    assert AttentionMatching("known") == AttentionMatching(own_weight=0.0, ridge=3e-3) != stable
 
 
 def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
@@ -77,14 +77,20 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
             every = queries @ batch.keys[head].mT
             if num_iters is None:
                 whole = every.logsumexp(-1, keepdim=True)
-                expected = fit_log_bias(kept, whole, pull=0.1, weights=weight)
+                expected = fit_log_bias(
+                    kept, whole, pull=0.15, relative_to="columns", weights=weight
+                )
             else:
                 expected = fit_log_bias(kept, every, num_iters=2, weights=weight)
             assert torch.allclose(log_bias[head], expected, atol=2e-2 if num_iters else 1e-3)
             attention = (kept + log_bias[head]).softmax(-1) * weight.unsqueeze(-1)
             outputs = every.softmax(-1) @ batch.values[head] * weight.unsqueeze(-1)
-            towards = kept_values if num_iters is None else torch.zeros_like(kept_values)
-            expected = fit_values(attention, outputs, ridge=ridge, towards=towards)
+            if num_iters is None:
+                expected = fit_values(
+                    attention, outputs, ridge=ridge, towards=kept_values, relative_to="columns"
+                )
+            else:
+                expected = fit_values(attention, outputs, ridge=ridge)
             assert torch.allclose(values[head], expected, atol=1e-2, rtol=1e-2)
 
 

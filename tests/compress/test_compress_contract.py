@@ -227,6 +227,7 @@ def test_slots_are_the_ceiling_of_the_exact_product(tokens, percent):
             ("keynorm", {"a": (0.9, 1), "b": None, "c": None, "d": True}),
         ),
         ("gradient,init=[first,x=1],lr=1", ("gradient", {"init": "first,x=1", "lr": 1})),
+        ("gradient,lr=.1,a=-2.,b=.5e-3", ("gradient", {"lr": 0.1, "a": -2.0, "b": 5e-4})),
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
         ("", "names no method"),
         ("num_steps=2", "names no method"),

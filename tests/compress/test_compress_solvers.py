@@ -54,10 +54,19 @@ def test_the_converged_log_bias_reaches_the_cost_of_scipy(queries, slots, spread
         assert weights.max() <= HIGH * (1 + rounding)
 
 
+def squared_size(design, relative_to):
+    """What a pull is relative to, by its definition."""
+    if relative_to == "spectral":
+        return np.linalg.norm(design, 2) ** 2
+    squares = sorted((design**2).sum(0))
+    return np.mean(squares[:-1])
+
+
+@pytest.mark.parametrize("relative_to", ["spectral", "columns"])
 @pytest.mark.parametrize("pull", [1e-2, 0.1, 10.0])
 @pytest.mark.parametrize(("queries", "slots"), [(40, 8), (6, 30)])
 def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(
-    queries, slots, pull
+    queries, slots, pull, relative_to
 ):
     """A step that moves no weight by 1e-5 leaves at most the condition number times that."""
     dense = 2 * normal(1, queries, 50, seed=slots)
@@ -65,15 +74,36 @@ def test_weights_pulled_to_one_equal_scipy_on_the_system_with_the_pull_as_rows(
     design, mass = problem(dense[0, :, :slots], dense[0])
     design = design * rows.unsqueeze(-1)
     mass = mass * rows
-    shift = math.sqrt(pull) * np.linalg.norm(design.numpy(), 2)
+    shift = math.sqrt(pull * squared_size(design.numpy(), relative_to))
     stacked = np.concatenate([design.numpy(), shift * np.eye(slots)])
     expected = bounded(stacked, np.concatenate([mass.numpy(), shift * np.ones(slots)])).x
+    condition = 1 + squared_size(design.numpy(), "spectral") / shift**2
     for dtype in (torch.float64, torch.float32):
         scores = dense.to(dtype)
         weights = rows.to(dtype)[None]
-        fitted = fit_log_bias(scores[..., :slots], scores, pull=pull, weights=weights).exp()
+        fitted = fit_log_bias(
+            scores[..., :slots], scores, pull=pull, relative_to=relative_to, weights=weights
+        ).exp()
         assert fitted.dtype == dtype
-        assert np.allclose(fitted[0], expected, atol=2e-5 * (1 + 1 / pull))
+        assert np.allclose(fitted[0], expected, atol=2e-5 * condition)
+
+
+def test_an_attention_sink_does_not_change_the_pull_of_the_other_slots():
+    """A column that is orthogonal to the others, a hundred times as long or a thousand times."""
+    others = normal(1, 30, 6, seed=3).abs()
+    fitted = []
+    for length in (1e2, 1e3):
+        design = torch.zeros(1, 31, 7).double()
+        design[:, :30, :6] = others
+        design[:, 30, 6] = length
+        scores = design.log()
+        mass = (design.sum(-1, keepdim=True) + 1.0).log()
+        bias = fit_log_bias(
+            scores, mass, pull=0.1, relative_to="columns", weights=mass[..., 0].exp()
+        )
+        fitted.append(bias[0, :6])
+    assert fitted[0].abs().min() > 0.01
+    assert torch.allclose(fitted[0], fitted[1], atol=1e-4)
 
 
 def test_heads_are_solved_as_alone_whatever_the_order_of_slots_and_slots_that_none_sees():
@@ -114,15 +144,21 @@ def test_projected_gradient_steps_stay_in_the_box_and_never_raise_the_cost():
 
 
 @pytest.mark.parametrize(("queries", "slots"), [(60, 12), (12, 60), (20, 20)])
+@pytest.mark.parametrize("relative_to", ["spectral", "columns"])
 @pytest.mark.parametrize("ridge", [1e-6, 1e-3])
-def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(queries, slots, ridge):
+def test_values_equal_numpy_on_the_system_with_the_ridge_as_rows(
+    queries, slots, ridge, relative_to
+):
     weights = normal(2, queries, slots).softmax(-1)
     targets = normal(2, queries, 5, seed=1)
     towards = normal(2, slots, 5, seed=2)
-    plain = fit_values(weights, targets, ridge=ridge)
-    pulled = fit_values(weights, targets, ridge=ridge, towards=towards)
+    plain = fit_values(weights, targets, ridge=ridge, relative_to=relative_to)
+    pulled = fit_values(weights, targets, ridge=ridge, towards=towards, relative_to=relative_to)
     for head in range(2):
-        shift = math.sqrt(ridge) * np.linalg.norm(weights[head].numpy(), 2)
+        shift = ridge * squared_size(weights[head].numpy(), relative_to)
+        if relative_to == "columns":
+            shift = max(shift, 1e-6 * squared_size(weights[head].numpy(), "spectral"))
+        shift = math.sqrt(shift)
         stacked = np.concatenate([weights[head].numpy(), shift * np.eye(slots)])
         for values, there in ((plain, np.zeros((slots, 5))), (pulled, towards[head].numpy())):
             right = np.concatenate([targets[head].numpy(), shift * there])

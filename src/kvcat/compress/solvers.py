@@ -1,11 +1,15 @@
 """Least squares for many attention heads at once: box-constrained, and with a ridge."""
 
 import math
+from typing import Literal
 
 import torch
 
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
+
+Scale = Literal["spectral", "columns"]
+"""What a pull is relative to: the squared spectral norm, or ``usual_column``."""
 
 _TOLERANCE = 1e-5
 _EXACT_TOLERANCE = 1e-11
@@ -13,6 +17,7 @@ _POWER_STEPS = 60
 _STEPS_PER_CHECK = 4
 _MAX_STEPS = 20_000
 _SINGLE_PRECISION_RIDGE = 1e-5
+_LEAST_SHIFT = 1e-6  # of the squared spectral norm
 
 
 def fit_log_bias(
@@ -22,15 +27,17 @@ def fit_log_bias(
     bounds: tuple[float, float] = (-3.0, 3.0),
     num_iters: int | None = None,
     pull: float = 0.0,
+    relative_to: Scale = "spectral",
     weights: Float[Tensor, "*heads queries"] | None = None,
 ) -> Float[Tensor, "*heads slots"]:
     """Log-bias per kept slot so that the kept slots carry the attention mass of the whole prefix.
 
-    Minimises, for every head, |A w - b|^2 + pull |A|_2^2 |w - 1|^2 with exp(bounds[0]) <= w_j <=
+    Minimises, for every head, |A w - b|^2 + pull S |w - 1|^2 with exp(bounds[0]) <= w_j <=
     exp(bounds[1]), where A_ij = c_i exp(kept_scores_ij - m_i), b_i = c_i sum_t exp(dense_scores_it
-    - m_i), m_i = max_t dense_scores_it and c_i = weights_i; returns log w. Accelerated projected
-    gradient on the normal equations, whose condition number is at most 1 + 1 / pull, until no
-    weight moves by more than 1e-5 in a step; without a pull in float64, by 1e-11.
+    - m_i), m_i = max_t dense_scores_it, c_i = weights_i and S is the squared size of A
+    (``relative_to``); returns log w. Accelerated projected gradient on the normal equations, with
+    columns scaled to equal length, until no weight moves by more than 1e-5 in a step; without a
+    pull in float64, by 1e-11.
 
     Args:
         kept_scores: scaled scores q.k / sqrt(head_dim) of the kept keys, nats; -inf where a query
@@ -41,7 +48,8 @@ def fit_log_bias(
         num_iters: plain projected-gradient steps without pull from the clamped least-squares
             solution (``least_squares``: minimum norm, no ridge), as in the paper; None solves to
             the tolerance.
-        pull: towards w = 1, relative to the squared spectral norm of A, at least 0.
+        pull: towards w = 1, relative to S, at least 0.
+        relative_to: "spectral", S = |A|_2^2, or "columns", S = ``usual_column(A)``.
         weights: factor on the error of each query; None: 1.
 
     Raises:
@@ -62,10 +70,10 @@ def fit_log_bias(
     if num_iters is not None:
         solution = _projected_steps(design, mass, low, high, num_iters)
     elif pull:
-        solution = _pulled_weights(design, mass, low, high, pull, _TOLERANCE)
+        solution = _pulled_weights(design, mass, (low, high), pull, relative_to)
     else:
         # without a pull the equations may be nearly singular
-        solution = _pulled_weights(design.double(), mass.double(), low, high, 0.0, _EXACT_TOLERANCE)
+        solution = _pulled_weights(design.double(), mass.double(), (low, high), 0.0, relative_to)
     return solution.log().to(kept_scores.dtype)
 
 
@@ -75,19 +83,23 @@ def fit_values(
     *,
     ridge: float | None = 1e-6,
     towards: Float[Tensor, "*heads slots value_dim"] | None = None,
+    relative_to: Scale = "spectral",
 ) -> Float[Tensor, "*heads slots value_dim"]:
-    """Values C that minimise |weights C - targets|^2 + ridge * |weights|_2^2 * |C - towards|^2
-    (middle norm spectral).
+    """Values C that minimise |weights C - targets|^2 + ridge * S * |C - towards|^2, with S the
+    squared size of the weights (``relative_to``).
 
-    Solved through the smaller of the two normal equations, over slots or over queries; in float64,
-    or in the weights' own precision where the ridge is at least 1e-5.
+    Solved through the smaller of the two normal equations, over slots or over queries. Relative to
+    the spectral norm in float64, or in the weights' precision if the ridge is at least 1e-5;
+    relative to the columns in the weights' precision, with at least 1e-6 of the squared spectral
+    norm, which single precision needs.
 
     Args:
         weights: attention weights of the kept slots.
         targets: attention outputs of the dense prefix.
-        ridge: relative to the squared spectral norm, larger than 0; None: minimum-norm least
-            squares without ridge, like the default solver of the original implementation.
+        ridge: relative to S, larger than 0; None: minimum-norm least squares without ridge, like
+            the default solver of the original implementation.
         towards: where the ridge pulls the values; None: 0.
+        relative_to: "spectral", S = |weights|_2^2, or "columns", S = ``usual_column(weights)``.
 
     Raises:
         InputError: ridge not larger than 0.
@@ -98,19 +110,24 @@ def fit_values(
     if towards is not None:
         product = weights @ towards
         residual = torch.sub(targets, product, out=product)
-        return towards + fit_values(weights, residual, ridge=ridge)
+        return towards + fit_values(weights, residual, ridge=ridge, relative_to=relative_to)
     if ridge is None:
         return least_squares(weights, targets)
     design = weights
     wanted = targets
-    if ridge < _SINGLE_PRECISION_RIDGE:
+    if relative_to == "spectral" and ridge < _SINGLE_PRECISION_RIDGE:
         design = weights.double()
         wanted = targets.double()
     num_queries, num_slots = weights.shape[-2:]
-    if num_queries < num_slots:
-        values = design.mT @ _solve_ridge(design @ design.mT, wanted, ridge)
+    is_dual = num_queries < num_slots
+    gram = design @ design.mT if is_dual else design.mT @ design
+    shift = ridge * largest_eigenvalue(gram)
+    if relative_to == "columns":
+        shift = (ridge * usual_column(design)).maximum(_LEAST_SHIFT / ridge * shift)
+    if is_dual:
+        values = design.mT @ _solve_shifted(gram, wanted, shift)
     else:
-        values = _solve_ridge(design.mT @ design, design.mT @ wanted, ridge)
+        values = _solve_shifted(gram, design.mT @ wanted, shift)
     return values.to(targets.dtype)
 
 
@@ -156,6 +173,19 @@ def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor,
     return value
 
 
+def usual_column(design: Float[Tensor, "*heads rows columns"]) -> Float[Tensor, "*heads"]:
+    """Mean squared length of the columns without the longest one; of a single column its own.
+
+    The squared spectral norm of attention weights is nearly that of the column of the attention
+    sink alone. This is what the other slots have.
+    """
+    squares = design.square().sum(-2)
+    num_columns = squares.shape[-1]
+    if num_columns == 1:
+        return squares[..., 0]
+    return (squares.sum(-1) - squares.amax(-1)).clamp_min(0.0) / (num_columns - 1)
+
+
 def _check_log_bias_options(
     bounds: tuple[float, float], num_iters: int | None, pull: float
 ) -> None:
@@ -170,12 +200,19 @@ def _check_log_bias_options(
 
 
 def _pulled_weights(
-    design: Tensor, mass: Tensor, low: float, high: float, pull: float, tolerance: float
+    design: Tensor, mass: Tensor, box: tuple[float, float], pull: float, relative_to: Scale
 ) -> Tensor:
-    """Weights that minimise |A w - b|^2 with a pull towards 1, solved to a tolerance."""
+    """Weights in the box that minimise |A w - b|^2 with a pull towards 1."""
     gram = design.mT @ design
     target = _times(design.mT, mass)
-    return solve_box(gram, target, low, high, pull=pull, tolerance=tolerance)
+    tolerance = _EXACT_TOLERANCE
+    if pull:
+        size = usual_column(design) if relative_to == "columns" else largest_eigenvalue(gram)
+        shift = pull * size.unsqueeze(-1)
+        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+        target = target + shift
+        tolerance = _TOLERANCE
+    return solve_box(gram, target, *box, tolerance=tolerance)
 
 
 def _projected_steps(
@@ -202,32 +239,27 @@ def solve_box(
     low: float,
     high: float,
     *,
-    pull: float,
     tolerance: float,
 ) -> Float[Tensor, "*heads slots"]:
-    """Weights w within [low, high] that minimise w.Gw / 2 - target.w + pull |G|_2 |w - 1|^2 / 2.
+    """Weights w within [low, high] that minimise w.Gw / 2 - target.w.
 
-    Projected gradient with momentum, which is reset when a step points against it. Each head ends
-    when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
+    Projected gradient with momentum, which starts again when a step turns against it. Each head
+    ends when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
     """
-    scale = torch.ones_like(target)
-    if not pull:
-        # columns of equal length converge in far fewer steps, and a scaled box is still a box
-        diagonal = gram.diagonal(dim1=-2, dim2=-1)
-        scale = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
-        gram = gram / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
-        target = target / scale
+    # columns of equal length converge in far fewer steps, and a scaled box is still a box
+    diagonal = gram.diagonal(dim1=-2, dim2=-1)
+    scale = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
+    gram = gram / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    target = target / scale
     lower = low * scale
     upper = high * scale
     tiny = torch.finfo(gram.dtype).tiny
     largest = largest_eigenvalue(gram).clamp_min(tiny).unsqueeze(-1)
-    shift = pull * largest
-    step_size = 1 / (1.001 * largest + shift)
-    # a gradient step without its box is w (I - step_size (G + shift I)) + step_size (target +
-    # shift)
+    step_size = 1 / (1.001 * largest)
+    # a gradient step without its box is w (I - step_size G) + step_size target
     step_matrix = -step_size.unsqueeze(-1) * gram
-    step_matrix.diagonal(dim1=-2, dim2=-1).add_(1 - step_size * shift)
-    step_offset = step_size * (target + shift)
+    step_matrix.diagonal(dim1=-2, dim2=-1).add_(1)
+    step_offset = step_size * target
 
     # each weight in units of its column's scale
     result = scale
@@ -254,10 +286,9 @@ def solve_box(
     return result / scale
 
 
-def _solve_ridge(gram: Tensor, right: Tensor, ridge: float) -> Tensor:
-    """(G + ridge * |G|_2 I)^-1 right by Cholesky; 0 where G is 0."""
-    largest = largest_eigenvalue(gram)
-    shift = torch.where(largest > 0, ridge * largest, torch.ones_like(largest))
+def _solve_shifted(gram: Tensor, right: Tensor, shift: Tensor) -> Tensor:
+    """(G + shift I)^-1 right by Cholesky; 0 where G is 0."""
+    shift = torch.where(shift > 0, shift, torch.ones_like(shift))
     gram.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     factor = torch.linalg.cholesky(gram)
     # on batches in single precision, CPUs solve for rows twice as fast as for columns, or as

@@ -19,8 +19,7 @@ _COSTS = {  # by column of ``Results.costs``: head and decimals
     "ttft_ratio": ("first token / dense", 2),
     "speed_ratio": ("tokens/s / dense", 2),
 }
-_FEWEST_DOCUMENTS = 10  # below which bootstrap intervals are too narrow
-_FEWEST_SEEDS = 5
+_FEWEST_DOCUMENTS = 10
 
 
 def result_tables(results: Results) -> list[Table]:
@@ -215,13 +214,9 @@ def _table(
 
 
 def _small_sample_notes(rows: pd.DataFrame) -> list[str]:
-    """Notes on intervals over few documents or training seeds."""
-    whole = rows[rows["stratum"] == ""]
+    """A note on intervals over few documents."""
+    number = rows[rows["stratum"] == ""]["num_documents"].min()
     notes = []
-    for number, noun, fewest in (
-        (whole["num_documents"].min(), "documents", _FEWEST_DOCUMENTS),
-        (whole["num_seeds"].max(), "training seeds", _FEWEST_SEEDS),
-    ):
-        if 1 < number < fewest:
-            notes.append(f"Only {number} {noun}: the intervals are likely too narrow.")
+    if 1 < number < _FEWEST_DOCUMENTS:
+        notes.append(f"Only {number} documents: the intervals are too narrow if these are skewed.")
     return notes

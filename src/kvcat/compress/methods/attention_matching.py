@@ -30,9 +30,11 @@ from kvcat.types import Float, Int, Tensor
 
 BOUNDS = (-3.0, 3.0)
 BUDGETS = ("equal", "adaptive", "layers")
+PULL = 0.15  # of the log-bias, relative to the usual column
+CURVE_RIDGE = 1e-4  # of the errors that budgets are allocated by
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
-    "known": {"own_weight": 0.0, "ridge": 1e-5},
+    "known": {"own_weight": 0.0, "ridge": 3e-3},
     "paper": {
         "num_queries": 256,
         "num_iters": 2,
@@ -62,7 +64,7 @@ class _Options(Compressor):
     preset: str = field(default="stable", compare=False)
     num_queries: int | None = None
     num_iters: int | None = None
-    ridge: float | None = 1e-4
+    ridge: float | None = 0.05
     own_weight: float = 1.0
     log_bias: bool = True
     budgets: str = "adaptive"
@@ -95,12 +97,12 @@ class AttentionMatching(_Options):
             "paper" is the paper's method: 256 queries, 2 steps for the log-bias, ridge 1e-4.
         num_queries: queries per KV head, drawn without replacement; None uses all.
         num_iters: None weighs a query's errors by the share of its attention that goes to the
-            prefix, solves the log-bias to convergence, pulled to 0 (``fit_log_bias`` with a pull of
-            the root of ``ridge``), and pulls values towards those of their keys. A number is the
-            paper's form: all queries count alike, so many projected-gradient steps without a pull,
-            values pulled towards 0.
-        ridge: strength of the values' pull, relative to the squared spectral norm; None for
-            minimum-norm least squares.
+            prefix, solves the log-bias to convergence, pulled to 0, and pulls values towards those
+            of their keys. Both pulls are relative to the mean squared length of the columns without
+            the longest one (``usual_column``). A number is the paper's form: all queries count
+            alike, so many projected-gradient steps without a pull, values pulled towards 0.
+        ridge: strength of the values' pull; in the paper's form relative to the squared spectral
+            norm. None: minimum-norm least squares, and a log-bias without a pull.
         own_weight: weight of the prefix's own queries, moved after it (``fitted_queries``), all
             together and relative to the others; 0 leaves them out. They represent the queries of
             later text.
@@ -177,7 +179,7 @@ class AttentionMatching(_Options):
             dense.update(zip(group, attention.split(), strict=True))
             if self.budgets == "equal":
                 continue
-            group_curves = error_curves(batch, attention, curve_sizes, self.ridge or 0.0)
+            group_curves = error_curves(batch, attention, curve_sizes, CURVE_RIDGE)
             for (layer, example, head), curve in zip(group, group_curves, strict=True):
                 gain = gains[layer][head].item() / trace.stream[layer][example].item()
                 scaled = {size: gain * error for size, error in curve.items()}
@@ -211,7 +213,7 @@ def match_attention(
     num_slots: int,
     *,
     num_iters: int | None = None,
-    ridge: float | None = 1e-4,
+    ridge: float | None = 0.05,
     log_bias: bool = True,
 ) -> HeadFit:
     """Positions, values and log-bias of the slots of a batch of KV heads.
@@ -243,14 +245,20 @@ def match_attention(
             dense.log_mass.unsqueeze(-1),
             bounds=BOUNDS,
             num_iters=num_iters,
-            pull=0.0 if is_paper_form else math.sqrt(ridge or 0.0),
+            pull=0.0 if is_paper_form or ridge is None else PULL,
+            relative_to="columns",
             weights=weights,
         )
     attention = torch.softmax(scores.add_(bias.unsqueeze(1)), -1, out=scores)
     # 0 where a query sees no slot
     attention.nan_to_num_(0.0).mul_(dense.weights.unsqueeze(-1))
-    towards = None if is_paper_form else slot_values
-    return HeadFit(slots, fit_values(attention, outputs, ridge=ridge, towards=towards), bias)
+    if is_paper_form:
+        values = fit_values(attention, outputs, ridge=ridge)
+    else:
+        values = fit_values(
+            attention, outputs, ridge=ridge, towards=slot_values, relative_to="columns"
+        )
+    return HeadFit(slots, values, bias)
 
 
 def _layer(trace: Trace, index: int, fits: Mapping[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:
