@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import share_difference, wilson
+from kvcat.evals.intervals import seeds_p_value, share_difference, wilson
 from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 
@@ -139,6 +139,9 @@ def test_models_of_the_same_seeds_are_paired_and_models_of_other_seeds_are_not()
         return estimate.high - estimate.value
 
     error = scipy.stats.sem(values[:, 0])
+    one_model = ClusterBootstrap(names(8), seeds="abc").of_means(np.asarray, values)
+    expected = scipy.stats.ttest_1samp(values[:, 0], 0.0).pvalue
+    assert seeds_p_value(one_model) == pytest.approx(expected)
     assert half_width("abc", "abc") == 0.0
     assert half_width("abc", "xyz") == pytest.approx(2**0.5 * 4.302653 * error)
 

@@ -151,7 +151,8 @@ def test_several_training_seeds_are_one_model_with_intervals_over_both(tmp_path)
         2,
     )
     (row,) = costs_table(results).frame.query("model == 'kvcat' and keep == '5%'").itertuples()
-    assert row.KL.high / row.KL.low > 2.0
+    # the runs' means are m and 3 m, so Student's t of one degree of freedom reaches 12.7 m
+    assert row.KL.high > 7 * row.KL.value
 
 
 def test_strata_have_a_row_each_and_one_for_all(folders):

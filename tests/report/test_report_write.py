@@ -54,7 +54,7 @@ METHODS = ("attention-matching", "gradient")
 def report(tmp_path_factory):
     root = tmp_path_factory.mktemp("report")
     folder = write_results(
-        root / "results", made_up_records(MODELS, 4, METHODS), prefix_len=192, suffix_len=64
+        root / "results", made_up_records(MODELS, 6, METHODS), prefix_len=192, suffix_len=64
     )
     runs = {
         "control": write_run(root / "control", "control"),

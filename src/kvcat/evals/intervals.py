@@ -291,11 +291,31 @@ def _seeds_half_width(draws: Draws) -> float:
     Different sets of seeds are independent, equal ones are paired.
     """
     square = 0.0
+    for error, degrees in _seed_errors(draws):
+        square += (float(student_t.ppf(_TAILS[1], degrees)) * error) ** 2
+    return math.sqrt(square)
+
+
+def seeds_p_value(draws: Draws) -> float:
+    """Two-sided p of "the figure is 0" by Student's t over the training seeds; 0 for one seed.
+
+    With several sets of seeds the degrees of freedom are those of the smallest.
+    """
+    errors = _seed_errors(draws)
+    error = math.hypot(*(error for error, _ in errors))
+    if error == 0.0:
+        return 0.0
+    degrees = min(degrees for _, degrees in errors)
+    return 2.0 * float(student_t.sf(abs(draws.value) / error, degrees))
+
+
+def _seed_errors(draws: Draws) -> list[tuple[float, int]]:
+    """Standard error of the figure, and its degrees of freedom, for each set of training seeds."""
+    errors = []
     for seeds, moves in draws.seed_deviations.items():
         number = len(seeds)
-        error = math.sqrt(float((moves**2).sum()) / (number * (number - 1)))
-        square += (float(student_t.ppf(_TAILS[1], number - 1)) * error) ** 2
-    return math.sqrt(square)
+        errors.append((math.sqrt(float((moves**2).sum()) / (number * (number - 1))), number - 1))
+    return errors
 
 
 def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:

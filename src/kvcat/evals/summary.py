@@ -7,7 +7,13 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import NO_ESTIMATE, Array, Estimate, share_difference
+from kvcat.evals.intervals import (
+    NO_ESTIMATE,
+    Array,
+    Estimate,
+    seeds_p_value,
+    share_difference,
+)
 from kvcat.evals.records import Record
 from kvcat.evals.samples import (
     METRICS,
@@ -89,9 +95,9 @@ def compare_models(
 
     The difference is model minus reference, the ratio model over reference (NaN where it means
     nothing). p is the permutation test's (``swap_p_value``); for shares it is the larger of Agresti
-    and Min's and, where every score is right or wrong, McNemar's exact p. p_holm corrects over all
-    rows of one model, metric and level (all examples or strata) but the primary one; those rows are
-    exploratory.
+    and Min's and, where every score is right or wrong, McNemar's exact p. With several training
+    runs it is at least that of Student's t over them. p_holm corrects over all rows of one model,
+    metric and level (all examples or strata) but the primary one; those rows are exploratory.
     A verdict "better" or "worse" requires that the interval excludes 0 and p <= 0.05; else it is
     "level". The warning says that the sample is too small for the observed difference.
     Metrics over examples that differ by model are not compared.
@@ -190,7 +196,7 @@ def _difference(sample: Sample, other: Sample, name: str) -> tuple[Estimate, flo
     if several_runs or not metric.share:
         draws = sample.draws(name) - other.draws(name)
         difference = sample.bootstrap.estimate(draws)
-        p_value = _swap_p_value(sample, other, name)
+        p_value = max(_swap_p_value(sample, other, name), seeds_p_value(draws))
     if not metric.share:
         return difference, p_value
     score, other_score = _scores(sample, other, name)
