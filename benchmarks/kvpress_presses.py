@@ -101,11 +101,11 @@ def main() -> None:
             print(row(press.name, traced, press), flush=True)
         except InputError as error:
             trained = (
-                "it needs a part trained for the model, which kvpress downloads for some models"
+                "it needs a component trained for the model; kvpress downloads it for some models"
             )
             refusals.append(
                 f"| {name} | "
-                f"{REFUSED.get(name, trained if 'part trained' in str(error) else error)} |"
+                f"{REFUSED.get(name, trained if 'trained component' in str(error) else error)} |"
             )
     ours: dict[str, Compressor] = {name: Eviction(name) for name in SCORERS}
     ours["snapkv, window 16, kernel 5, average"] = Eviction(

@@ -215,7 +215,7 @@ class OtherKL(Evaluation):
             "broken",
             "'broken' of package added cannot be loaded: ModuleNotFoundError",
         ),
-        ({"wrong": "math:pi"}, "wrong", "plug-in 'wrong' is no subclass of Evaluation: 3.14"),
+        ({"wrong": "math:pi"}, "wrong", "plug-in 'wrong' is not a subclass of Evaluation: 3.14"),
         ({"e": "evaluations_of_a_test:NoDataclass"}, "e", "needs the decorator @dataclass"),
         ({"e": "evaluations_of_a_test:NoFacts"}, "e", "NoFacts has no facts for the report"),
         ({"e": "evaluations_of_a_test:NoSuchMetric"}, "e", "plug-in 'e': no metric 'shine'"),
@@ -255,7 +255,11 @@ def test_an_evaluation_that_does_not_fit_is_listed_and_gives_one_line(
             "broken",
             "package added cannot be loaded: ModuleNotFoundError",
         ),
-        ({"wrong": "math:pi"}, "wrong", "plug-in 'wrong' is no subclass of Compressor or Scorer"),
+        (
+            {"wrong": "math:pi"},
+            "wrong",
+            "plug-in 'wrong' is not a subclass of Compressor or Scorer",
+        ),
         ({"h2o": "math:pi"}, "h2o", "package added adds 'h2o' to kvcat.compressors"),
         (
             {"h2o": "math:pi"},

@@ -42,11 +42,21 @@ PRODUCT_WORDS = {
     r"\bbut for\b": "except",
     r"\bmade anew\b": "computed again",
     r"\bgives? what\b": "has the result of",
-    r"\b(?:for|of) what follows\b": "the text after it",
     r"\bas ever\b": "as usual",
     r"\ball the same\b": "still",
     r"\bshar(?:e|es|ed|ing) out\b": "allocate",
     r"\btake(?:s|n)? away\b": "removes",
+    r"\bwhat follows\b": "the text after it",
+    r"\banew\b": "again",
+    r"\bwhole one\b": "whole cache, complete file",
+    r"(?-i:\bThe same of\b)": "repeat the noun",
+    r"\bstock engines?\b": "unmodified engines",
+    r"\bof so many\b": "with that number of",
+    r"\bcounts? alike\b": "count equally",
+    r"\bthat draws? and\b": "randomised",
+    r"\bevery other time\b": "half of the time",
+    r"\bwith(?:out)? a look at\b": "without reading",
+    r"\bknows? (?:of|no|nothing)\b": "does not cover, does not support",
 }
 
 

@@ -1,15 +1,15 @@
-"""The words that options, metadata and records choose from; cheap to import."""
+"""The allowed words of options, metadata and records; cheap to import."""
 
 from typing import Literal
 
 DocumentSupervision = Literal["reconstruction", "self"]
-"""What a document's cache is fitted to: a copy of the document, or the document's queries."""
+"""The text to which a document's cache is fitted: a copy of it, or the document itself."""
 
 SuffixSupervision = Literal["suffix", "first-half", "reconstruction"]
-"""What a window's cache is fitted to: the text after it, half of that, or its prefix repeated."""
+"""The text to which a window's cache is fitted: its suffix, half of it, or its prefix repeated."""
 
 Supervision = Literal[SuffixSupervision, DocumentSupervision]
-"""What a cache is fitted to."""
+"""The text to which a cache is fitted."""
 
 Bos = Literal["auto", "always", "never"]
-"""How a text begins: as the tokenizer begins it (auto), always with BOS, or with nothing added."""
+"""The tokens at the start of a text: the tokenizer's (auto), at least BOS, or none."""

@@ -1,4 +1,4 @@
-"""Files that are complete or absent, logs that survive a kill, and one writer per folder."""
+"""Atomic files, logs that survive a kill, and locks for one writer per folder."""
 
 import json
 import os
@@ -20,12 +20,12 @@ _PARTIAL = ".partial-"
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """A temporary path that becomes the target at the end of the block.
+    """A temporary path that replaces the target at the end of the block.
 
-    The block writes a file, or makes a folder and writes into it. If the block raises, its output
-    is removed and the old target stays. A kill leaves only the temporary path, which
+    The block writes a file, or makes a folder and writes into it. If the block raises an error, its
+    output is removed and the target is unchanged. A kill leaves the temporary path, which
     ``remove_partial`` removes. If several processes write, the last one wins. If the target is a
-    link, the file that it points to is written.
+    link, the file to which it points is written.
     """
     target = resolved(target)
     make_folder(target.parent)
@@ -46,7 +46,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 
 def resolved(path: Path) -> Path:
-    """The path that a link points to, or the path itself; ``InputError`` for links in a circle."""
+    """The path to which a link points, or the path itself; ``InputError`` for circular links."""
     if not path.is_symlink():
         return path
     try:
@@ -59,7 +59,7 @@ def resolved(path: Path) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """A UTF-8 text file without a byte order mark; ``InputError`` if it is not UTF-8."""
+    """The text in a UTF-8 file, without byte order mark; ``InputError`` if it is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -69,7 +69,7 @@ def read_text(path: Path) -> str:
 
 
 def write_json(target: Path, content: Any) -> None:
-    """Write a value as indented JSON, completely or not at all."""
+    """Write a value to a file as indented JSON; the file is replaced atomically."""
     with atomic_write(target) as partial:
         partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -82,12 +82,12 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not readable: {error}") from None
     if not isinstance(content, dict):
-        raise InputError(f"{path} holds no JSON object")
+        raise InputError(f"{path} does not contain a JSON object")
     return content
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append one JSON line per record and return when they are on disk.
+    """Append one JSON line per record, and return when they are on disk.
 
     A last line that a kill left incomplete is removed first.
     """
@@ -105,9 +105,9 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """The records of a log, in order; none if there is no such file.
+    """The records of a log, in order; empty if the file does not exist.
 
-    A last line that a kill left incomplete is left out.
+    A last line that a kill left incomplete is skipped.
 
     Raises:
         InputError: another line is damaged.
@@ -119,9 +119,9 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
         try:
             record = json.loads(line)
             if not isinstance(record, dict):
-                raise ValueError("it is no JSON object")
+                raise ValueError("it is not a JSON object")
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is damaged: {line[:80]!r} is no record: {error}") from None
+            raise InputError(f"{path} is damaged: {line[:80]!r} is not a record: {error}") from None
         records.append(record)
     return records
 
@@ -143,13 +143,13 @@ def check_new_folder(path: Path) -> None:
 def claim_folder(
     path: Path, config_file: str, config: Mapping[str, Any] | None
 ) -> dict[str, Any] | None:
-    """The content of the folder's configuration file; None if the folder was empty.
+    """The content of a folder's configuration file; None if the folder was empty.
 
-    Call it under ``one_writer``. The configuration, if any, is written to an empty folder. The
-    caller compares it with an old one.
+    If the folder is empty and there is a configuration, it is written. The caller must hold
+    ``one_writer``, and must compare its configuration with an old one.
 
     Raises:
-        InputError: the folder holds other files but no such configuration.
+        InputError: the folder holds other files, but no configuration file.
     """
     remove_partial(path)
     file = path / config_file
@@ -167,16 +167,16 @@ def claim_folder(
 
 @contextmanager
 def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> Iterator[None]:
-    """Lock a folder, made if absent, so that no other process writes to it during the block.
+    """Lock a folder so that no other process writes to it during the block.
 
-    However the process ends, the operating system releases the lock. Writers of different parts of
-    a folder use lock files of different names. A folder that was made here and stays empty is
-    removed.
+    The folder is made if it does not exist. The operating system releases the lock when the process
+    ends, for whatever reason. Writers of different parts of a folder use lock files of different
+    names. A folder that was made here is removed if it stays empty.
 
     Args:
-        folder: to write to.
+        folder: folder to write to.
         name: name of the lock file.
-        timeout: seconds to wait for another writer.
+        timeout: longest time to wait for another writer, in seconds.
 
     Raises:
         InputError: another process holds the lock, or the folder cannot be written to.
@@ -201,13 +201,13 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
 
 
 def remove_partial(folder: Path) -> None:
-    """Remove the temporary files of killed writers from a folder; call it under ``one_writer``."""
+    """Remove temporary files of killed writers; the caller must hold ``one_writer``."""
     for path in folder.glob(f"{_PARTIAL}*"):
         _remove(path)
 
 
 def _sync(*paths: Path) -> None:
-    """Wait until files and folders are on disk."""
+    """Wait until the files and folders are on disk."""
     for path in paths:
         descriptor = os.open(path, os.O_RDONLY)
         try:

@@ -1,4 +1,4 @@
-"""Types of command-line options, from which tyro makes options and their help texts."""
+"""Types of command-line options; tyro creates the options and their help texts from them."""
 
 import math
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ T = TypeVar("T")
 def _number(
     kind: type, metavar: str, is_valid: Callable[[Any], bool]
 ) -> PrimitiveConstructorSpec[Any]:
-    """The type of a number; parsing a command line rejects values that are not valid."""
+    """A tyro type for numbers that rejects values for which ``is_valid`` is false."""
 
     def read(words: list[str]) -> Any:
         value = kind(words[0])
@@ -55,12 +55,12 @@ Model = Annotated[
 ]
 Models = Annotated[
     tuple[str, ...],
-    tyro.conf.arg(help="Models to compare: FOLDER, Hub name, or LABEL=FOLDER."),
+    tyro.conf.arg(help="Models to compare: FOLDER, Hub name or LABEL=FOLDER."),
 ]
 Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[
     Literal["float32", "bfloat16", "float16"],
-    tyro.conf.arg(help="Type of the weights and of the forward pass."),
+    tyro.conf.arg(help="Data type of the weights and of the forward pass."),
 ]
 Overwrite = Annotated[bool, tyro.conf.arg(help="Replace an existing file.")]
 Supervision = Annotated[
@@ -80,21 +80,21 @@ Bos = Annotated[
 AllowSpecial = Annotated[
     bool,
     tyro.conf.arg(
-        help="Encode control tokens that the text spells, such as <|im_end|>, as these tokens."
+        help="Encode text that spells a control token, such as <|im_end|>, as that control token."
     ),
 ]
 Split = Annotated[
     Literal["all", "test", "validation", "train"],
     tyro.conf.arg(
-        help="Documents to use. Those for test and validation are held out by a hash of the "
-        "document's name."
+        help="Split of the documents to use. Test and validation documents are chosen by a hash of "
+        "the document's name."
     ),
 ]
 
 
 def flat(values: Iterable[Iterable[T]]) -> list[T]:
-    """The values of a list option.
+    """The values of a list option, in one list.
 
-    ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` are the same.
+    ``--keep 0.05 0.1`` and ``--keep 0.05 --keep 0.1`` have the same values.
     """
     return [value for group in values for value in group]

@@ -1,4 +1,4 @@
-"""Options of methods, policies and training: parsed from text, and checked by type."""
+"""Options of methods, policies and training, which are parsed from text and checked by type."""
 
 import dataclasses
 import json
@@ -19,25 +19,25 @@ _TYPE_WORDS = {
     str: "text",
     NoneType: "null",
 }
-# JSON wants digits on both sides of the point
+# JSON requires digits on both sides of the point
 _SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _PYTHON_WORDS = {"None": "null", "none": "null", "True": "true", "False": "false"}
 _COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
 
 def parse_spec(spec: str, what: str = "method") -> tuple[str, dict[str, Any]]:
-    """Name and options of ``NAME,option=value,...``, such as ``gradient,num_steps=20,init=random``.
+    """The name and options in a text such as ``gradient,num_steps=20,init=random``.
 
-    Values are JSON (numbers, true, false, null, lists). A value that is not JSON is text. Brackets
-    hold text with commas together: ``gradient,init=[attention-matching,budgets=equal]``. They do
-    not nest.
+    Values are JSON (numbers, true, false, null, lists). A value that is not JSON is text. A text
+    with commas is written in brackets: ``gradient,init=[attention-matching,budgets=equal]``.
+    Brackets cannot be nested.
 
     Args:
-        spec: the text.
-        what: the word for such a text in error messages.
+        spec: text to parse.
+        what: word for such a text in error messages.
 
     Raises:
-        InputError: no name, an option without a value, or an option that occurs twice.
+        InputError: there is no name, or an option has no value or occurs twice.
     """
     name, *assignments = _COMMA_OUTSIDE_BRACKETS.split(spec)
     if not name or "=" in name:
@@ -46,7 +46,7 @@ def parse_spec(spec: str, what: str = "method") -> tuple[str, dict[str, Any]]:
     for assignment in assignments:
         option, _, value = assignment.partition("=")
         if not option or not value:
-            raise InputError(f"{assignment!r} in {what} {spec!r} is no option=value")
+            raise InputError(f"{assignment!r} in {what} {spec!r} is not of the form option=value")
         if option in options:
             raise InputError(f"option {option} is given twice in {what} {spec!r}")
         options[option] = _parse_value(value)
@@ -54,25 +54,25 @@ def parse_spec(spec: str, what: str = "method") -> tuple[str, dict[str, Any]]:
 
 
 def check_options(kind: type, options: Mapping[str, Any], name: str) -> None:
-    """Reject options that a dataclass does not have, and values of another type than the field's.
+    """Reject options that are not fields of a dataclass, and values of the wrong type.
 
     Raises:
-        InputError: the first such option, with the options that exist or the required type.
+        InputError: an option is unknown or has a wrong type.
     """
     hints = typing.get_type_hints(kind)
     check_typed_options({f.name: hints[f.name] for f in dataclasses.fields(kind)}, options, name)
 
 
 def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], name: str) -> None:
-    """Reject options that ``hints`` does not name, and values that do not fit the hint.
+    """Reject options that are not in ``hints``, and values of the wrong type.
 
     Args:
-        hints: type of every option; several types as a union, words as a Literal.
-        options: values by option.
-        name: whose options they are, for error messages.
+        hints: type of every option; a union for several types, a Literal for words.
+        options: value of each option.
+        name: owner of the options, for error messages.
 
     Raises:
-        InputError: the first such option, with the options that exist or the required type.
+        InputError: an option is unknown or has a wrong type.
     """
     for option, value in options.items():
         if option not in hints:
@@ -88,14 +88,14 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
 def typed_value(value: Any, hint: Any) -> Any:
     """A value from JSON, TOML or Python, converted to the type of an option.
 
-    Whole numbers serve as numbers, and lists as tuples. Numbers are finite.
+    Whole numbers are accepted as numbers, and lists as tuples. Numbers must be finite.
 
     Args:
-        value: the value.
+        value: value to convert.
         hint: bool, int, float, str, None, a Literal, a tuple of these, or a union of them.
 
     Raises:
-        TypeError: it does not fit.
+        TypeError: the value does not have the type.
     """
     kind = typing.get_origin(hint) or hint
     arguments = typing.get_args(hint)

@@ -1,12 +1,11 @@
-"""Plug-ins from other packages, by entry point. Their names need no import; an object is imported
-when it is used.
+"""Plug-ins from other packages, found by entry point and imported when they are used.
 
 A package declares, for example,
 
     [project.entry-points."kvcat.compressors"]
     my-method = "my_package:MyMethod"
 
-and ``my-method`` is then a name like those of kvcat itself.
+and ``my-method`` is then available like the names of kvcat itself.
 """
 
 import sys
@@ -22,7 +21,7 @@ EVALUATIONS = "kvcat.evaluations"
 
 
 def plugin_names(group: str) -> list[str]:
-    """The names that other packages add to a group, sorted; nothing is imported."""
+    """The names that other packages add to a group, sorted; the packages are not imported."""
     return sorted({point.name for point in _points(group)})
 
 
@@ -35,7 +34,7 @@ def load_plugin(group: str, name: str) -> Any:
     """The object that is registered under a name of ``plugin_names``.
 
     Raises:
-        InputError: two packages add the name, or the package cannot be imported.
+        InputError: two packages add the name, or the object cannot be imported.
     """
     points = [point for point in _points(group) if point.name == name]
     if len(points) > 1:
@@ -52,10 +51,10 @@ def load_plugin(group: str, name: str) -> Any:
 
 
 def check_new_names(group: str, taken: set[str]) -> None:
-    """Reject plug-ins with a name that kvcat uses itself.
+    """Reject plug-ins whose name kvcat itself uses.
 
     Raises:
-        InputError: the first such name, with its package.
+        InputError: a plug-in has a name that is in ``taken``.
     """
     for point in _points(group):
         if point.name in taken:
@@ -71,7 +70,7 @@ def _points(group: str) -> tuple[EntryPoint, ...]:
 
 @lru_cache(maxsize=16)
 def _points_in(group: str, folders: tuple[str, ...]) -> tuple[EntryPoint, ...]:  # noqa: ARG001
-    """The same, read once for the folders of ``sys.path``."""
+    """The entry points of a group, read once for the given ``sys.path``."""
     return tuple(entry_points(group=group))
 
 

@@ -1,4 +1,4 @@
-"""Command, versions and hardware that made a result, without names of people or home folders."""
+"""The command, versions and hardware behind a result, without names of people or home folders."""
 
 import os
 import platform
@@ -16,9 +16,9 @@ _PATH = re.compile(r"""(?:^|(?<=[=,"'[:]))(?:/|~|\.\./)[^=,"'\]]*""")
 
 
 def provenance() -> dict[str, str]:
-    """Command line, versions and hardware of this process, as text.
+    """The command line, versions and hardware of this process, as text.
 
-    Paths in the command outside the working folder are shortened to ``.../`` and their last part.
+    In the command, paths outside the working folder are shortened to ``.../`` and their last part.
     """
     facts = {
         "command": command_line(sys.argv),
@@ -47,7 +47,7 @@ def _processor() -> str:
 
 
 def command_line(arguments: list[str]) -> str:
-    """A command as a user would type it, with paths outside the working folder shortened."""
+    """The command as a user would type it, with paths outside the working folder shortened."""
     program = Path(arguments[0]).name if arguments else ""
     if program == "__main__.py":
         program = f"python -m {Path(arguments[0]).parent.name}"

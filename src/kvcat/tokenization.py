@@ -1,8 +1,8 @@
-"""Text to token ids: tokens that begin a text, control tokens in a text, text after other text.
+"""Tokenization: tokens at the start of a text, control tokens, and text after other text.
 
-If a text spells a control token, such as ``<|im_end|>``, the result is the tokens of its characters
-and not the control token. Control tokens are those that the tokenizer marks as special, and added
-tokens that its chat template writes.
+If a text spells a control token, such as ``<|im_end|>``, it is encoded as ordinary characters and
+not as the control token. Control tokens are the tokens that the tokenizer marks as special, and the
+added tokens that its chat template writes.
 """
 
 import re
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 _SURROGATE = re.compile("[\ud800-\udfff]")
 # how Python represents bytes of a command line that are not UTF-8
 _ESCAPED_BYTES = range(0xDC80, 0xDD00)
-# a text is encoded after one of these; there is nearly always one that shares no token with it
+# a text is encoded after one of these; nearly always one of them shares no token with the text
 _STAND_INS = ("\n", "a", ".", "1")
 
 Encode = Callable[[str], list[int]]
 
 
 class Piece(NamedTuple):
-    """A piece of a longer text; markup, which a chat template wrote, may hold control tokens."""
+    """A piece of a text; only markup from a chat template may hold control tokens."""
 
     text: str
     is_markup: bool = False
 
 
 class TextEncoder:
-    """Token ids of texts, with nothing added at the start or the end.
+    """An encoder from texts to token ids that adds no tokens at the start or the end.
 
     Args:
         tokenizer: a tokenizer of transformers, fast or slow.
-        allow_special: a control token that a text spells becomes that token.
+        allow_special: whether text that spells a control token is encoded as that token.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, allow_special: bool = False):
@@ -49,15 +49,16 @@ class TextEncoder:
         return self.joined([Piece(text)])
 
     def behind(self, text: str) -> list[int]:
-        """Token ids of a text that follows another one, the same as in one text of both.
+        """Token ids of a text that follows another text, as if both were encoded as one text.
 
-        A tokenizer that puts a space before a text does not put it here.
+        A space that the tokenizer adds at the start of a text is not added here.
         """
         return self.joined([Piece(text)], behind=True)
 
     def joined(self, pieces: Sequence[Piece], *, behind: bool = False) -> list[int]:
-        """Token ids of one text that consists of several pieces; ``behind`` as in the method of
-        that name.
+        """Token ids of one text that consists of several pieces.
+
+        With ``behind``, the text follows another text, as in the method of that name.
         """
         text = "".join(piece.text for piece in pieces)
         encode = self._whole
@@ -79,13 +80,13 @@ class TextEncoder:
         return control_tokens(self.tokenizer)
 
     def _whole(self, text: str) -> list[int]:
-        """Token ids of a text, control tokens among them."""
+        """Token ids of a text, in which control tokens are encoded as such."""
         return self.tokenizer.encode(
             text, add_special_tokens=False, split_special_tokens=False, verbose=False
         )
 
     def _as_text(self, text: str) -> list[int]:
-        """Token ids of a text without any control token."""
+        """Token ids of a text, in which no control tokens are encoded as such."""
         ids = self.tokenizer.encode(
             text, add_special_tokens=False, split_special_tokens=True, verbose=False
         )
@@ -96,7 +97,7 @@ class TextEncoder:
         return unknown_id(self.tokenizer)
 
     def _fragments(self, pieces: Sequence[Piece]) -> list[str]:
-        """The text of all pieces, cut inside every control token outside of markup."""
+        """The text of all pieces, cut inside every control token that is not in markup."""
         fragments = [""]
         for piece in pieces:
             cut = [piece.text]
@@ -114,14 +115,15 @@ def as_text(
     control: Mapping[int, str],
     unknown: int | None,
 ) -> list[int]:
-    """Token ids of a text without control tokens: ``ids`` if they contain none, or else new ones.
+    """Token ids of a text without control tokens: ``ids``, or new ids if these contain some.
 
-    Tokenizers have an option not to look for special tokens. They still look for added tokens that
-    are not marked as special, and some models of tokens have control tokens among theirs. Then the
-    text is cut inside each control token, and the fragments are encoded one by one.
+    Tokenizers have an option not to search for special tokens. With it they still search for added
+    tokens that are not marked as special, and some vocabularies contain control tokens as ordinary
+    tokens. In these cases the text is cut inside each control token, and the fragments are encoded
+    one by one.
 
     Raises:
-        InputError: a control token remains however the text is cut.
+        InputError: a control token remains, wherever the text is cut.
     """
     unwanted = control.keys() - {unknown}
     if unwanted.isdisjoint(ids):
@@ -146,17 +148,17 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
         is_markup = token.content in written and not token.content.isspace()
         if token.special or is_markup:
             tokens[token_id] = token.content
-    # a single character cannot be cut: it stays what the tokenizer makes of it
+    # a single character cannot be cut, so it is not treated as a control token
     return {token_id: content for token_id, content in tokens.items() if len(content) > 1}
 
 
 def unknown_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
-    """The token for characters that the tokenizer does not know; None if there is none."""
+    """The id of the token for unknown characters; None if there is none."""
     return cast("int | None", tokenizer.unk_token_id)
 
 
 def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
-    """A text in consecutive fragments, none of which spells a control token."""
+    """Consecutive fragments of a text, none of which spells a control token."""
     longest_first = sorted(contents, key=len, reverse=True)
     pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
     fragments = []
@@ -172,10 +174,11 @@ def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
 
 
 def encode_behind(encode: Encode, text: str, unknown: int | None = None) -> list[int]:
-    """Token ids of a text that follows another one.
+    """Token ids of a text that follows another text.
 
-    The text is encoded after a stand-in, whose tokens are then removed. If the border lies inside a
-    token, another stand-in is tried. If it does for every stand-in, the text is encoded alone.
+    The text is encoded after a placeholder, whose tokens are then removed. If a token spans the
+    border, another placeholder is tried. If this happens with every placeholder, the text is
+    encoded alone.
     """
     if not text:
         return []
@@ -189,15 +192,16 @@ def encode_behind(encode: Encode, text: str, unknown: int | None = None) -> list
 
 
 def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list[int]:
-    """The token ids that begin a text: a BOS token for many tokenizers, nothing for others.
+    """The token ids at the start of a text: BOS for many tokenizers, nothing for others.
 
     Args:
         tokenizer: a tokenizer of transformers.
-        bos: "auto": what the tokenizer puts there; "always": the BOS token if the tokenizer puts
-            nothing there; "never": nothing.
+        bos: "auto": the tokens that the tokenizer adds; "always": these, or BOS if it adds none;
+            "never": no tokens.
 
     Raises:
-        InputError: "always" without a BOS token, or a tokenizer that changes a text beyond that.
+        InputError: bos is "always" and there is no BOS token, or the tokenizer also changes the
+            tokens of the text.
     """
     if bos == "never":
         return []
@@ -220,14 +224,14 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
 
 
 def closing_ids(tokenizer: "PreTrainedTokenizerBase") -> list[int]:
-    """The token ids that the tokenizer puts after a text, such as EOS; for most tokenizers none."""
+    """The token ids that the tokenizer adds after a text, such as EOS; none for most tokenizers."""
     whole = tokenizer.encode("a")
     body = tokenizer.encode("a", add_special_tokens=False)
     return whole[len(opening_ids(tokenizer)) + len(body) :]
 
 
 def check_text(text: str, name: str) -> None:
-    """Raise an ``InputError`` for a text that no encoding can hold, such as half of an emoji."""
+    """Raise an ``InputError`` for a text that UTF-8 cannot encode, such as half of an emoji."""
     match = _SURROGATE.search(text)
     if match is None:
         return
@@ -239,7 +243,7 @@ def check_text(text: str, name: str) -> None:
 
 
 def repaired(value: Any) -> Any:
-    """A text, or a list or table of texts, with U+FFFD for every half of a surrogate pair."""
+    """The value with U+FFFD for every unpaired surrogate in its texts; lists and dicts included."""
     if isinstance(value, str):
         return _SURROGATE.sub("\ufffd", value)
     if isinstance(value, Mapping):

@@ -127,7 +127,7 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
         name for name in settings if name not in ("use_cache", "cache_implementation", "top_k")
     ]
     assert all(f"{name} " in output.err for name in named)
-    assert ("left out of the model's generation settings" in output.err) == bool(named)
+    assert ("ignored generation settings of the model" in output.err) == bool(named)
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "gradient,num_steps=2"])
@@ -353,5 +353,5 @@ def test_a_command_never_replaces_the_file_that_it_reads(tiny_folder, tmp_path, 
     document = tmp_path / "doc.txt"
     document.write_text("the cat sees a red house")
     argv = ["compress", tiny_folder, "--text", document, "-o", document, "--overwrite"]
-    assert "is the file to read" in mistake(*argv)
+    assert "is the input file" in mistake(*argv)
     assert document.read_text() == "the cat sees a red house"

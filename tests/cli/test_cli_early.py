@@ -30,7 +30,7 @@ MISTAKES = [
         "model folder ./none does not exist",
     ),
     (["train", "small", "--model", "./none", "--dry-run"], "model folder ./none does not exist"),
-    (["export", "./none", "-o", "OUT"], "no folder none of a run"),
+    (["export", "./none", "-o", "OUT"], "no training run in folder none"),
     *(
         (["eval", name, "base=./none", "--out", "OUT"], "model folder ./none does not exist")
         for name in ("suffix", "needle", "longbench", "ruler", "qa")
@@ -54,7 +54,7 @@ MISTAKES = [
     ),
     (
         ["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--method", "gradient,x"],
-        "is no option=value",
+        "is not of the form option=value",
     ),
     (
         ["compress", "kvcat-base", "--text", "TEXT", "-o", "OUT", "--device", "abacus"],

@@ -121,7 +121,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("theory histogram --length -9 --out o", "length is -9; it must be at least 1"),
         (
             "theory histogram --scaling 2 8 --out o",
-            "--scaling takes two values at least, 3 to 256, not [2, 8]",
+            "--scaling needs at least two values, 3 to 256, not [2, 8]",
         ),
     ],
 )

@@ -231,8 +231,8 @@ def test_slots_are_the_ceiling_of_the_exact_product(tokens, percent):
         ("kvpress:SnapKVPress,window_size=8", ("kvpress:SnapKVPress", {"window_size": 8})),
         ("", "names no method"),
         ("num_steps=2", "names no method"),
-        ("gradient,num_steps", "'num_steps' in method 'gradient,num_steps' is no option=value"),
-        ("gradient,num_steps=", "is no option=value"),
+        ("gradient,num_steps", "method 'gradient,num_steps' is not of the form option=value"),
+        ("gradient,num_steps=", "is not of the form option=value"),
         ("gradient,lr=1,lr=2", "option lr is given twice"),
     ],
 )

@@ -268,7 +268,7 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_rejected(
     )
     with pytest.raises(InputError, match=r"SnapKVPress on a prefix of 64 tokens: .*window size 64"):
         KVPress("SnapKVPress")(traced, num_slots=SLOTS)
-    with pytest.raises(InputError, match="QFilterPress has no part trained for "):
+    with pytest.raises(InputError, match="QFilterPress has no trained component for "):
         KVPress("QFilterPress")(traced, num_slots=SLOTS)
     other = stock_model(
         "gpt_neox",

@@ -212,7 +212,7 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_rejected_and_leaves_nothin
     [
         ("train.bin", lambda data: data[:-2], r"train.bin is damaged: it has \d+ bytes, not \d+"),
         ("validation.bin", None, "is incomplete: validation.bin is missing"),
-        ("tokens.json", lambda data: b"[]", "holds no JSON object"),
+        ("tokens.json", lambda data: b"[]", "does not contain a JSON object"),
         (
             "tokens.json",
             lambda data: data.replace(b'"version": 1', b'"version": 2'),

@@ -60,7 +60,7 @@ def test_models_are_paired_with_the_first_on_the_same_windows():
     row = best([*ours, *theirs], "n").iloc[1]
     assert (row.ratio, row.ratio_low, row.ratio_high) == pytest.approx((2.0,) * 3)
     for records in ([*ours, *theirs[:-1]], [*ours, *theirs[:12]], []):
-        with pytest.raises(InputError, match="the run did not end"):
+        with pytest.raises(InputError, match="the run is incomplete"):
             profile_table(records, 8)
 
 

@@ -94,8 +94,8 @@ def test_an_invalid_row_is_named_with_file_and_number(tmp_path, task, change, me
     file = write(tmp_path, ROWS[task], {**ROWS[task], **change})
     with pytest.raises(InputError) as error:
         read_examples(task, str(file))
-    assert str(error.value) == f"{file}, row 2 is no row of {task}: {message}"
-    with pytest.raises(InputError, match="holds no row"):
+    assert str(error.value) == f"{file}, row 2 is not a row of {task}: {message}"
+    with pytest.raises(InputError, match="has no rows"):
         read_examples(task, str(write(tmp_path)))
 
 

@@ -74,17 +74,17 @@ def line(**changes):
         (
             "records",
             line(values={"kl": float("nan")}),
-            "kl of example '0' of 'doc' is nan, no number",
+            "kl of example '0' of 'doc' is nan, not a number",
         ),
-        ("records", line(values={"kl": "0.1"}), "no record: Type"),
-        ("records", '{"model": "base"}', "no record: TypeError"),
+        ("records", line(values={"kl": "0.1"}), "not a record: Type"),
+        ("records", '{"model": "base"}', "not a record: TypeError"),
         (
             "records",
             line(values={"kl": 0.5}),
             "second, different record of example '0' of 'doc': base, first, keep",
         ),
         ("costs", "{oops", "damaged"),
-        ("costs", '{"model": "base"}', "no cost: it has no method"),
+        ("costs", '{"model": "base"}', "not a cost: it has no method"),
     ],
 )
 def test_a_damaged_line_is_rejected_in_one_line(tmp_path, name, damage, said):
@@ -105,7 +105,7 @@ def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, changes, said
     config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert said in refusal(read_config, tmp_path)
-    assert "is no results folder" in refusal(read_config, tmp_path / "none")
+    assert "is not a results folder" in refusal(read_config, tmp_path / "none")
 
 
 def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_folder_freed(

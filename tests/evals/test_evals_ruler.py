@@ -117,7 +117,7 @@ def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, sha
     ("options", "said"),
     [
         ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
-        ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text takes at least"),
+        ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text needs at least"),
     ],
 )
 def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_rejected(

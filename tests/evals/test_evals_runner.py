@@ -204,7 +204,7 @@ def test_a_score_that_is_not_a_number_ends_the_run_in_one_line(
         PreparedWindows, "score", lambda self, _: [{"kl": float("nan")}] * len(self.batch)
     )
     with pytest.raises(
-        InputError, match=r"model 'base', first at keep ratio 0.5: kl .* is nan, no number"
+        InputError, match=r"model 'base', first at keep ratio 0.5: kl .* is nan, not a number"
     ) as error:
         run(models, windows, tmp_path, ["first"], (0.5,))
     assert "\n" not in str(error.value)

@@ -198,7 +198,7 @@ def test_lines_of_wikitext_become_articles_from_heading_to_heading(tmp_path, mon
     )
     held_out = [name for name, _ in corpus_documents("fineweb-edu", "test", 90)]
     assert {split_of(name) for name in held_out} == {"test"}
-    with pytest.raises(InputError, match="arxiv is used whole: it has no split 'train'"):
+    with pytest.raises(InputError, match="arxiv is used completely: it has no split 'train'"):
         corpus_documents("arxiv", "train", 9)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match="Hub"):

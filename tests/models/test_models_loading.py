@@ -125,7 +125,7 @@ def test_bad_json_missing_files_and_unknown_models_are_rejected(folder):
     config = json.loads(path.read_text())
     for content, expected in (
         ('{"model_type": ', "config.json"),
-        ("[1]", "holds no JSON object"),
+        ("[1]", "does not contain a JSON object"),
         *(
             (json.dumps({**config, **change}), expected)
             for change, expected in (

@@ -228,7 +228,9 @@ def test_other_corpora_of_the_paper_go_by_the_name_of_ours_and_others_get_a_note
     results = read_results(folders["suffix"].folder, "Qwen2.5-0.5B")
     table = quality_table(results, "attention-matching")
     assert row_of(table, keep="5%", model="kvcat")["delta PPL"].paper == "paper 0.461"
-    assert table.notes[-1] == "The paper's figures are of Qwen2.5-0.5B on FineWeb, ours of made-up."
+    assert (
+        table.notes[-1] == "The paper's figures are for Qwen2.5-0.5B on FineWeb, ours for made-up."
+    )
     with pytest.raises(InputError, match=r"no model 'gpt'; it has Qwen2.5-0.5B and Qwen2.5-1.5B"):
         Paper("gpt")
 

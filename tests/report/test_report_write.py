@@ -99,7 +99,7 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
     )
     order = [
         text.index(mark)
-        for mark in ('class="tiles"', "<figure>", "resample documents", "<table>", "framed")
+        for mark in ('class="tiles"', "<figure>", "Intervals (95%)", "<table>", "framed")
     ]
     assert order == sorted(order)
     for expected_text in (

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints."""
+"""The command line: it parses arguments, calls the library and prints."""
 
 from kvcat.cli.app import main
 

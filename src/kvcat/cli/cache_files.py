@@ -1,4 +1,4 @@
-"""``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints that can read them."""
+"""The commands ``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints for them."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 def model_and_cache(
     model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
 ) -> tuple[Any, Any, "CompactCache"]:
-    """Model, tokenizer and cache on one device.
+    """The model, the tokenizer and the cache, on one device.
 
-    Whether the cache belongs to the model is checked where it is used.
+    This does not check that the cache belongs to the model; its users do.
     """
     import kvcat
 
@@ -40,17 +40,18 @@ def pack(
 ) -> None:
     """Write a saved cache as plain tensors for engines without kvcat.
 
-    docs/serving.md shows how each engine reads them. With --head-dim the file is for the widened
-    checkpoint (`kvcat widen`) and keeps the log-bias and unequal heads. Without it, the cache must
-    have neither: compress with --method attention-matching,log_bias=false, or by eviction.
+    docs/serving.md shows how each engine reads the file. With --head-dim the file is for the
+    widened checkpoint (`kvcat widen`), and keeps the log-bias and unequal numbers of slots per
+    head. Without it the cache must have neither: compress with --method
+    attention-matching,log_bias=false, or by eviction.
 
     Example: kvcat pack ./my-model --cache report.safetensors -o report.prefix --head-dim 80
 
     Args:
         cache: Cache file that `kvcat compress` wrote.
         output: File to write.
-        head_dim: Channels of a head of the widened checkpoint that will read the file.
-        drop_log_bias: Leave out the log-bias, which changes the answers.
+        head_dim: Head dimension of the widened checkpoint that will read the file.
+        drop_log_bias: Leave out the log-bias; this changes the answers.
     """
     opt.check_output(output, overwrite=overwrite, source=cache)
     early.check_file(cache, "cache file")
@@ -76,17 +77,17 @@ def widen(
     dtype: opt.Dtype = "float32",
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Write a checkpoint with which stock engines can answer from any compact cache.
+    """Write a checkpoint with which unmodified engines can answer from any compact cache.
 
-    Its keys have room for a log-bias, and its logits equal the model's. It can use caches made with
-    the model after `kvcat pack --head-dim`.
+    Its keys have extra channels for the log-bias. Its logits equal those of the model. It can use
+    the model's caches after `kvcat pack --head-dim`.
 
     Example: kvcat widen smollm2-135m -o wide
 
     Args:
         output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
-        head_dim: Channels of a head; by default the next size that vLLM supports on a CPU.
-        gguf_type: Type of the matrices in a .gguf file.
+        head_dim: Head dimension to write; by default the next one that vLLM supports on a CPU.
+        gguf_type: Data type of the matrices in a .gguf file.
     """
     is_gguf = output.suffix == ".gguf"
     if is_gguf:
@@ -127,13 +128,13 @@ def info(file: Path, /) -> None:
     cache = CompactCache.load(file)
     keys = cache.layers[0].keys
     num_tokens = cache.num_tokens
-    counts = [layer.counts for layer in cache.layers]  # of slots: (batch, kv_heads) per layer
+    counts = [layer.counts for layer in cache.layers]  # slots per head, (batch, kv_heads) per layer
     num_heads = sum(layer_counts.numel() for layer_counts in counts)
     dense_bytes = 2 * num_heads * num_tokens * keys.shape[-1] * keys.itemsize
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
-    for size in ("num_slots", "mean_slots"):  # which the row of the cache shows
+    for size in ("num_slots", "mean_slots"):  # shown in the line "cache"
         settings.pop(size, None)
     rows = {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "

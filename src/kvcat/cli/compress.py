@@ -1,4 +1,4 @@
-"""``kvcat compress``: a document's compact cache, as a file."""
+"""The command ``kvcat compress``: the compact cache of a document, as a file."""
 
 import dataclasses
 import hashlib
@@ -35,26 +35,23 @@ def compress(
     device: opt.Device = "cpu",
     dtype: opt.Dtype = "float32",
 ) -> None:
-    """Compress a document's KV cache once; `kvcat generate` then answers from it again and again.
+    """Compress the KV cache of a document; `kvcat generate` then answers any number of prompts.
 
     Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
 
-    For an engine that needs equally many slots in every head: --method
-    attention-matching,budgets=equal. For one document with many questions: --method
-    gradient,init=attention-matching,num_steps=50.
+    For an engine that needs the same number of slots in every head, use --method
+    attention-matching,budgets=equal. For many questions on one document, use --method
+    gradient,init=attention-matching,num_steps=50: it is slower and more accurate.
 
     Args:
-        text: UTF-8 text file: the document.
+        text: Text file (UTF-8) with the document.
         output: Cache file to write (.safetensors).
-        method: NAME or NAME,option=value,...; docs/compress.md lists them.
+        method: NAME or NAME,option=value,...; docs/compress.md lists names and options.
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
-        slots: Instead of --keep: slots per layer and head.
-        max_kl: Instead of --keep: the largest KL on held-out positions, in nats per token. Finds
-            the smallest cache.
-        chat: Put the document into the tokenizer's chat template, as a user's turn; answers then
-            follow it.
-        room: Tokens of prompt and answer that will follow. Only for models whose rotary factors
-            depend on the length.
+        slots: Instead of --keep: number of slots per layer and head.
+        max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
+        chat: Put document and prompts into the tokenizer's chat template, as user turns.
+        room: Tokens of prompt and answer; only for length-dependent rotary factors (LongRoPE).
     """
     num_budgets = sum(budget is not None for budget in (keep, slots, max_kl))
     if num_budgets > 1:
@@ -106,7 +103,7 @@ def compress(
 
 
 def _read_text(path: Path) -> str:
-    """The document in a file; ``InputError`` if it is blank."""
+    """The text in a file; ``InputError`` if it is blank."""
     document = read_text(path)
     if not document.strip():
         raise InputError(f"text file {path} is empty")
@@ -114,17 +111,17 @@ def _read_text(path: Path) -> str:
 
 
 def _state_file(output: Path, command: tuple[Any, ...]) -> Path:
-    """The file from which the same command continues after it was killed."""
+    """The file of saved progress, from which the same command continues after a kill."""
     digest = hashlib.sha256(repr(command).encode()).hexdigest()
     return output.with_name(f".{output.name}.{digest[:8]}.state")
 
 
 def _smallest_cache(trace: "Trace", compressor: "Compressor", max_kl: float) -> "CompactCache":
-    """The smallest cache of at most that KL on held-out positions; prints every attempt."""
+    """The smallest cache with at most this KL on held-out positions; prints every attempt."""
     from kvcat.compress import smallest_cache
 
     def show(num_slots: int, kl: float) -> None:
-        line = f"{num_slots} slots: KL {kl:.5f} nats per token held out"
+        line = f"{num_slots} slots: KL {kl:.5f} nats per token, held out"
         print(line, file=sys.stderr, flush=True)
 
     smallest = smallest_cache(trace, compressor, max_kl, on_try=show)
@@ -143,7 +140,7 @@ def _trained_cache(
     num_slots: int | None,
     state: Path,
 ) -> "CompactCache":
-    """The cache of a compressor that trains it, with a progress bar; continues from ``state``."""
+    """The cache that a compressor trains, with a progress bar; continues from ``state``."""
     from kvcat.evals import progress_bar
 
     with progress_bar(compressor.num_steps, "step") as bar:

@@ -1,4 +1,4 @@
-"""Checks of a command's arguments before the slow imports of torch and transformers."""
+"""Checks of arguments that run before the slow imports of torch and transformers."""
 
 import re
 from pathlib import Path
@@ -11,9 +11,9 @@ _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "meta")
 
 
 def check_model(name: str) -> None:
-    """Reject a model that is neither a folder, nor a file, nor on the Hub.
+    """Reject a model that is not a folder, a file or a Hub name.
 
-    Weights are not fetched.
+    Weights are not downloaded.
     """
     from kvcat.hub import local_folder
 
@@ -21,13 +21,13 @@ def check_model(name: str) -> None:
 
 
 def check_tokenizer(name: str) -> None:
-    """Reject a model as ``check_model``, but accept any folder, which may hold a tokenizer."""
+    """Reject a model as ``check_model`` does, but accept any folder, which may hold a tokenizer."""
     if not Path(name).expanduser().is_dir():
         check_model(name)
 
 
 def check_device(device: str) -> None:
-    """Reject a text that does not name a torch device; whether the device exists shows later."""
+    """Reject a text that is not a torch device; whether the device exists is checked later."""
     kind = device.partition(":")[0]
     if kind not in _DEVICES or not re.fullmatch(r"[a-z]+(:\d+)?", device):
         raise InputError(

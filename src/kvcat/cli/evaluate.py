@@ -1,4 +1,4 @@
-"""``kvcat eval``: runs an evaluation from its options, and prints what came out."""
+"""The command ``kvcat eval``: runs an evaluation from its options and prints the results."""
 
 import os
 import re
@@ -21,7 +21,7 @@ def evaluation_options(name: str) -> "type[Evaluation]":
 
 
 def run_evaluation(options: "Evaluation") -> None:
-    """Evaluate as the options say, report and print."""
+    """Run an evaluation with these options, write its report and print the main figures."""
     early.check_device(options.device)
     for spec in options.method_specs():
         early.check_method(spec)
@@ -35,11 +35,11 @@ def run_evaluation(options: "Evaluation") -> None:
     tokenizer = load_tokenizer(next(iter(folders.values())))
     tasks = _tasks(options, tokenizer)
     for task in tasks.values():
-        configuration(task, **settings)  # rejects what cannot be evaluated
+        configuration(task, **settings)  # rejects settings that cannot be evaluated
     process = int(os.environ.get("RANK", 0))
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
     models = _load_models(folders, _process_device(options.device), options.dtype)
-    for task in tasks.values():  # all of them before the first one is evaluated
+    for task in tasks.values():  # checks all tasks before the first evaluation
         for label, model in models.items():
             task.check(label, *model)
     shard = (process, num_processes)
@@ -60,7 +60,7 @@ def run_evaluation(options: "Evaluation") -> None:
 
 
 def _find_models(items: tuple[str, ...]) -> dict[str, str]:
-    """Hub names or folders of models by label; ``InputError`` if one cannot be found."""
+    """The folders or Hub names of models by label; ``InputError`` if one cannot be found."""
     folders = opt.labelled(items)
     for folder in folders.values():
         early.check_model(folder)
@@ -68,7 +68,7 @@ def _find_models(items: tuple[str, ...]) -> dict[str, str]:
 
 
 def _load_models(folders: dict[str, str], device: str, dtype: str) -> dict[str, Any]:
-    """Model and tokenizer by label."""
+    """The model and tokenizer of each label."""
     import kvcat
 
     return {
@@ -82,7 +82,7 @@ def _process_device(device: str) -> str:
 
 
 def _tasks(options: "Evaluation", tokenizer: Any) -> dict[Path, "Task"]:
-    """Tasks by folder, one for every value of the ``folder_option``."""
+    """The tasks by folder, one for every value of the ``folder_option``."""
     values: list[Any] = []
     if options.folder_option:
         values = list(dict.fromkeys(opt.flat(getattr(options, options.folder_option))))
@@ -111,7 +111,7 @@ def _print_report(folders: list[Path], output: Path) -> None:
 
 
 def _print_table(table: "ResultTable", folder: Path) -> None:
-    """Write an evaluation's table and its plot to the folder; print it and both paths."""
+    """Write an evaluation's table and plot to the folder; print the table and both paths."""
     from kvcat.report.plots import save_line_plot
 
     table_file = folder / f"{table.name}.csv"

@@ -1,4 +1,4 @@
-"""``kvcat generate``: answers from a saved cache."""
+"""The command ``kvcat generate``: answers from a saved cache."""
 
 import sys
 from pathlib import Path
@@ -27,20 +27,20 @@ def generate(
     device: opt.Device = "cpu",
     dtype: opt.Dtype | None = None,
 ) -> None:
-    """Answer prompts from a saved cache; every prompt starts from the document alone.
+    """Answer prompts from a saved cache; prompts do not see each other or their answers.
 
     A cache made with --chat puts each prompt into the tokenizer's chat template. Of the model's
-    generation settings only the end-of-text tokens are used. A line on the standard error names the
-    ignored ones.
+    generation settings, only the end-of-text tokens are used; the ignored ones are listed on
+    standard error.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
 
     Args:
         cache: Cache file that `kvcat compress` wrote.
-        prompt: Text that follows the document; several may be given.
-        max_new_tokens: Longest answer, in tokens.
-        temperature: 0 decodes greedily; a value from 0.001 to 1000 samples.
-        dtype: Type of the weights; by default that of the cache.
+        prompt: Text that follows the document; may be given several times.
+        max_new_tokens: Largest number of tokens in an answer.
+        temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
+        dtype: Data type of the weights; by default that of the cache.
     """
     prompts = [text.removeprefix("\ufeff") for text in opt.flat(prompt)]
     if not prompts:
@@ -67,7 +67,7 @@ def generate(
     num_answer_tokens = [_answer_length(loaded, compact, ids, max_new_tokens) for ids in questions]
     ignored = left_out(loaded, sampling=temperature > 0)
     if ignored:
-        print(f"left out of the model's generation settings: {', '.join(ignored)}", file=sys.stderr)
+        print(f"ignored generation settings of the model: {', '.join(ignored)}", file=sys.stderr)
     sampling: dict[str, Any] = {}
     if temperature:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": 0}
@@ -86,13 +86,13 @@ def generate(
 def _answer_length(
     model: Any, cache: "CompactCache", question: "Tensor", max_new_tokens: int
 ) -> int:
-    """Tokens that an answer may have: ``max_new_tokens``, or fewer where the positions end.
+    """The largest number of tokens in an answer: ``max_new_tokens``, or the positions left.
 
     Args:
-        model: of the cache.
-        cache: of the document.
+        model: model of the cache.
+        cache: cache of the document.
         question: token ids, of shape (1, tokens).
-        max_new_tokens: longest answer that the person wants.
+        max_new_tokens: largest number of tokens that the user wants.
 
     Raises:
         InputError: no position is left, or the text would be longer than the cache allows.

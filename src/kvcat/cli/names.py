@@ -1,4 +1,4 @@
-"""Names of methods and evaluations, from the names of their files; nothing is imported."""
+"""The names of methods and evaluations, from their file names, without imports."""
 
 import ast
 from importlib.resources import files
@@ -10,7 +10,7 @@ _METHOD_FOLDERS = ("methods", "eviction")
 
 
 def method_names() -> list[str]:
-    """Names of the compression methods, those of other packages included, without presses."""
+    """The names of the compression methods, including plug-ins but not kvpress's presses."""
     names: list[str] = []
     for folder in _METHOD_FOLDERS:
         modules = _modules(files("kvcat") / "compress" / folder)
@@ -19,9 +19,9 @@ def method_names() -> list[str]:
 
 
 def evaluation_lines() -> dict[str, str]:
-    """One line on every evaluation, by name: the first one of its file's docstring.
+    """One line about every evaluation, by name: the first line of its file's docstring.
 
-    Of an evaluation of another package it names the package.
+    For an evaluation from another package, the line names the package.
     """
     lines = {}
     for name, source in _modules(files("kvcat") / "evals" / "evaluations").items():
@@ -34,7 +34,7 @@ def evaluation_lines() -> dict[str, str]:
 
 
 def _modules(folder: Traversable) -> dict[str, Traversable]:
-    """The Python files of a folder that are no ``__init__``, by module name, sorted."""
+    """The Python files in a folder, except ``__init__``, by module name, sorted."""
     modules = {}
     for entry in sorted(folder.iterdir(), key=lambda entry: entry.name):
         if entry.name.endswith(".py") and not entry.name.startswith("_"):

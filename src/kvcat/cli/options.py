@@ -1,4 +1,4 @@
-"""Parsing by tyro with one line for a person's mistake, and the option types of commands."""
+"""Parsing with tyro, one-line messages for user errors, and the option types of commands."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -59,10 +59,10 @@ __all__ = [
 
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
-    """The result of a function, or a dataclass, with the arguments of a command line.
+    """The result of calling a function or a dataclass with the arguments of a command line.
 
     Raises:
-        InputError: arguments that do not fit.
+        InputError: the arguments are not valid.
     """
     config = (
         tyro.conf.DisallowNone,
@@ -86,7 +86,7 @@ def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:
 
 
 def _union(tree: Mapping[str, Any]) -> Any:
-    """Sub-commands as a union type, from which tyro makes sub-parsers."""
+    """A union type of sub-commands, from which tyro makes sub-parsers."""
     union: Any = Annotated[None, tyro.conf.Suppress]
     for name, branch in tree.items():
         if isinstance(branch, dict):
@@ -98,7 +98,7 @@ def _union(tree: Mapping[str, Any]) -> Any:
 
 
 def labelled(items: Sequence[str]) -> dict[str, str]:
-    """Folders or Hub names by label, from items FOLDER, Hub name or LABEL=FOLDER.
+    """The folders or Hub names by label, from items FOLDER, Hub name or LABEL=FOLDER.
 
     Without LABEL, the name of the folder is the label.
     """
@@ -107,7 +107,7 @@ def labelled(items: Sequence[str]) -> dict[str, str]:
         label, folder = _split_label(item)
         if label in folders:
             raise InputError(
-                f"two of them have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}"
+                f"two items have the same label {label!r}; give LABEL=FOLDER: {', '.join(items)}"
             )
         folders[label] = folder
     if not folders:
@@ -116,7 +116,7 @@ def labelled(items: Sequence[str]) -> dict[str, str]:
 
 
 def _split_label(item: str) -> tuple[str, str]:
-    """Label and folder of FOLDER, whose name may hold an equals sign, or of LABEL=FOLDER."""
+    """The label and folder of FOLDER (which may contain an equals sign) or LABEL=FOLDER."""
     label, equals, folder = item.partition("=")
     if equals and not Path(item).is_dir():
         return label, folder
@@ -124,30 +124,30 @@ def _split_label(item: str) -> tuple[str, str]:
 
 
 def check_output(file: Path, *, overwrite: bool, source: Path | None = None) -> None:
-    """Reject a file that cannot be written, before any work.
+    """Reject an output file that cannot be written, before any work.
 
     Args:
-        file: to write.
-        overwrite: it may exist.
-        source: a file that the command reads and must not replace.
+        file: file to write.
+        overwrite: the file may exist.
+        source: file that the command reads and must not replace.
     """
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:
         raise InputError(f"{file} exists; --overwrite replaces it")
     if source is not None and file.exists() and source.exists() and file.samefile(source):
-        raise InputError(f"{file} is the file to read: name another one to write")
+        raise InputError(f"{file} is the input file: name another output file")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 
 
 def _reject(event: events.ParseErrorEvent) -> None:
-    """Raise an ``InputError`` with one line on what tyro rejects."""
+    """Raise an ``InputError`` with one line about the arguments that tyro rejects."""
     raise InputError(f"{_mistake(event)} (see {event.prog} --help)")
 
 
 def _mistake(event: events.ParseErrorEvent) -> str:
-    """One line on the arguments that do not fit."""
+    """One line about the arguments that are not valid."""
     if isinstance(event, events.MissingArgs):
         missing = ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
         unknown = " ".join(event.unrecognized_tokens)
@@ -158,7 +158,7 @@ def _mistake(event: events.ParseErrorEvent) -> str:
     flag = _flag(argument) if argument else ""
     if isinstance(event, events.InvalidChoice):
         return f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
-    reason = getattr(event, "message", "these arguments do not fit")
+    reason = getattr(event, "message", "these arguments are not valid")
     if not flag:
         return reason
     quoted = re.findall(r"'([^']*)'", reason.partition("\n")[0])  # the rejected words

@@ -1,4 +1,4 @@
-"""``kvcat report``: tables, plots and a page from evaluations and training runs."""
+"""The command ``kvcat report``: tables, plots and a page about evaluations and training runs."""
 
 from pathlib import Path
 from typing import Literal
@@ -16,16 +16,15 @@ def report(
 ) -> None:
     """Write a report on evaluations and training runs.
 
-    It has tables (Markdown, CSV, LaTeX), plots and one self-contained HTML page.
+    The report has tables (Markdown, CSV, LaTeX), plots and one self-contained HTML page.
 
     Example: kvcat report results needle --run KV-CAT=runs/router -o report
 
     Args:
-        folders: Folders that `kvcat eval` or `kvcat train` wrote.
+        folders: Output folders of `kvcat eval` or `kvcat train`.
         output: Folder for tables, plots and report.html.
-        run: LABEL=FOLDER of a training run, to show its diagnostics; several may be given.
-        paper_model: Model that those labelled base, kvcat, rand and attn were made from, to show
-            the paper's figures next to yours.
+        run: Training run whose diagnostics are shown, LABEL=FOLDER; may be given several times.
+        paper_model: Model that base, kvcat, rand and attn derive from; adds the paper's figures.
         title: Title of the page.
     """
     from kvcat.report import write_report

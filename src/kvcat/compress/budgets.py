@@ -1,4 +1,4 @@
-"""Slots allocated to heads under a total budget."""
+"""Allocation of slots to heads under a total budget."""
 
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
@@ -16,27 +16,28 @@ _PADDING_ROWS = 8
 _LEAST_RIDGE = 1e-6
 _TINY = 1e-30
 Curve = dict[int, float]
-"""Error of one head by its number of slots, ascending."""
+"""The error of one head by its number of slots, ascending."""
 
 
 def error_curves(
     batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], ridge: float
 ) -> list[Curve]:
-    """Per head, an estimate of the squared error of the attention outputs for several sizes.
+    """An estimate of the squared error of the attention outputs, per head and number of slots.
 
-    The slots are nested: in the order of their importance. With P the dense attention weights of
-    the first s slots and O the outputs, both times the queries' weights, and V the slots' values,
-    the estimate is the least of |P C - O|^2 + lambda |C - V|^2 over C. lambda is ``ridge`` times
-    |P|^2 over the whole prefix, and at least what single precision needs.
+    The slots are in the order of their importance, and a size s uses the first s slots. Let P be
+    the dense attention weights of these slots and O the outputs, both multiplied by the queries'
+    weights, and V the slots' values. The estimate is the minimum of |P C - O|^2 + lambda |C - V|^2
+    over C. lambda is ``ridge`` times |P|^2 over the whole prefix, and at least as large as single
+    precision requires.
 
-    At most 128 queries, drawn with a fixed seed, represent all. Sizes up to the number of these
-    queries come from one factorisation over slots (``_errors_by_slots``), larger ones from one over
-    queries each (``_errors_by_queries``).
+    At most 128 queries, drawn with a fixed seed, represent all queries. For sizes up to the number
+    of these queries, one factorisation over slots gives all errors (``_errors_by_slots``). Each
+    larger size needs a factorisation over queries (``_errors_by_queries``).
 
     Args:
-        batch, dense: heads and their attention over the prefix.
+        batch, dense: the heads, and their attention over the prefix.
         sizes: numbers of slots.
-        ridge: relative to |P|^2, at least 0.
+        ridge: strength of the regularisation relative to |P|^2, at least 0.
     """
     prefix_len = batch.keys.shape[1]
     num_queries = dense.weights.shape[1]
@@ -73,11 +74,11 @@ def _errors_by_slots(
     shift: Float[Tensor, " heads"],
     sizes: list[int],
 ) -> list[Float[Tensor, " heads"]]:
-    """The errors of sizes that are no larger than the number of queries.
+    """The errors for sizes up to the number of queries.
 
-    The least is |O|^2 + lambda |V|^2 - |L^-1 B|^2 with L L^T = P^T P + lambda I and
-    B = P^T O + lambda V. The first s rows of L^-1 B are those of s slots, so one factorisation
-    serves all sizes. In float64, because the errors are small differences.
+    The minimum is |O|^2 + lambda |V|^2 - |L^-1 B|^2 with L L^T = P^T P + lambda I and B = P^T O +
+    lambda V. The first s rows of L^-1 B are those for s slots, so one factorisation serves all
+    sizes. The computation is in float64, because the errors are small differences.
     """
     if not sizes:
         return []
@@ -103,15 +104,15 @@ def _errors_by_queries(
     shift: Float[Tensor, " heads"],
     sizes: list[int],
 ) -> list[Float[Tensor, " heads"]]:
-    """The errors of sizes larger than the number of queries.
+    """The errors for sizes larger than the number of queries.
 
-    The least is lambda tr R^T (P P^T + lambda I)^-1 R with R = O - P V. P P^T and R grow from size
-    to size.
+    The minimum is lambda tr R^T (P P^T + lambda I)^-1 R with R = O - P V. P P^T and R are updated
+    from size to size.
     """
     if not sizes:
         return []
-    # rows of zeros change nothing, but MKL's Cholesky of a batch of up to 128 rows is several
-    # times slower
+    # rows of zeros do not change the result; MKL's Cholesky for a batch of up to 128 rows is
+    # several times slower
     attention = pad(attention, (0, 0, 0, _PADDING_ROWS))
     residual = pad(outputs, (0, 0, 0, _PADDING_ROWS))
     num_rows = attention.shape[1]
@@ -128,23 +129,23 @@ def _errors_by_queries(
 
 
 def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
-    """Numbers of slots that a head may get where the average is ``num_slots``, ascending."""
+    """The numbers of slots that a head may get if the average is ``num_slots``, ascending."""
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 
 
 def share_out(
     curves: Mapping[HeadIndex, Curve], num_slots: int, prefix_len: int, *, by_layer: bool
 ) -> dict[HeadIndex, int]:
-    """Slots of every head so that the total error of each example is small.
+    """The number of slots of every head, chosen so that each example's total error is small.
 
-    The average over an example's heads is ``num_slots``; with ``by_layer`` at most that.
+    The average over an example's heads is ``num_slots``; with ``by_layer`` it is at most that.
 
     Args:
-        curves: by (layer, example, KV head), the error at each of
-            ``slot_sizes(num_slots, prefix_len)``, or of all slots of a head that has fewer.
-        num_slots: average, in [1, prefix_len].
-        prefix_len: most slots of a head.
-        by_layer: all heads of a layer get equally many.
+        curves: by (layer, example, KV head), the error at each of ``slot_sizes(num_slots,
+            prefix_len)``; for a head with fewer slots, the error at all its slots.
+        num_slots: average number of slots, in [1, prefix_len].
+        prefix_len: largest number of slots in a head.
+        by_layer: all heads in a layer get the same number of slots.
     """
     sizes = slot_sizes(num_slots, prefix_len)
     slots: dict[HeadIndex, int] = {}
@@ -167,14 +168,14 @@ def _share_out_example(
     *,
     fill_up: bool,
 ) -> Int[np.ndarray, " heads"]:
-    """Slots of every head of an example.
+    """The number of slots of every head of an example.
 
     Args:
-        curves: error by size of every head.
+        curves: errors of every head by size.
         sizes: numbers of slots to choose from.
-        units: number of the unit that each head belongs to; heads of a unit get the same size.
-        total: slots of all heads.
-        fill_up: slots that no step to a larger size used go to the heads with the largest error.
+        units: index of each head's unit; heads in a unit get the same size.
+        total: number of slots in all heads together.
+        fill_up: slots that remain unused go to the heads with the largest errors.
     """
     num_heads = len(curves)
     # (sizes, heads)
@@ -206,19 +207,20 @@ def _share_out_example(
 def allocate(
     costs: Int[Tensor, "sizes heads"], errors: Float[Tensor, "sizes heads"], total: int
 ) -> Int[Tensor, " heads"]:
-    """Index of the size of every head, so that the sum of the errors is small within the total.
+    """The index of every head's size, chosen so that the sum of errors is small within the total.
 
-    Every head starts with the smallest size. The step to a larger size that lowers the error most
-    per slot comes next, as long as a step lowers the error and fits. As long as the best step fits,
-    no choice of as many slots has a smaller sum. If the same size for every head gives a smaller
-    sum, that is the result.
+    Every head starts with the smallest size. The algorithm repeatedly makes the step to a larger
+    size that lowers the error most per slot, until no step lowers the error and fits. As long as
+    the best step fits, no allocation of the same number of slots has a smaller sum. If the same
+    size for every head has a smaller sum, that allocation is returned.
 
     Args:
-        costs: slots of every head in each size, ascending; equal ones are the same size.
-        errors: error of every head in that size, at least 0.
-        total: most slots in all, at least those of the smallest size.
+        costs: number of slots of every head for each size, ascending; equal numbers are the same
+            size.
+        errors: error of every head for each size, at least 0.
+        total: largest number of slots in all heads, at least that of the smallest sizes.
     """
-    slots = costs.numpy()  # numpy is faster in many steps on small arrays
+    slots = costs.numpy()  # numpy is faster for many steps on small arrays
     losses = errors.numpy()
     heads = np.arange(slots.shape[1])
     chosen = np.zeros_like(heads)

@@ -84,10 +84,10 @@ def reconstruction_of_tokens(
     tokens: Int[Tensor, "batch prefix"],
     opening: Sequence[int] | None = None,
 ) -> Reconstruction:
-    """The same of texts that are token ids already and equally long, one sequence a row.
+    """The reconstruction sequences of texts in token ids of equal length, one per row.
 
-    Where a row begins with ``opening``, its second copy leaves that out; None: what the tokenizer
-    puts at the start of a text.
+    If a row begins with ``opening``, its second copy omits these tokens; None: the tokens that the
+    tokenizer adds at the start of a text.
 
     Raises:
         InputError: rows without tokens, or some rows with such a start and some without.
@@ -155,7 +155,7 @@ def question_ids(
 
     Args:
         tokenizer: the model's.
-        text: what follows the document.
+        text: text after the document.
         chat: the text ends the user's turn that the document opened.
         cache: the document's; it records whether the document is in a chat template, and in which
             one.

@@ -1,6 +1,6 @@
-"""The presses of NVIDIA's kvpress as compressors, which really remove slots.
+"""The presses of NVIDIA's kvpress as compressors that actually remove slots.
 
-kvpress is imported when the first press is made; its effect on transformers is undone.
+kvpress is imported when the first press is made. Its changes to transformers are undone.
 """
 
 import importlib
@@ -35,20 +35,20 @@ REFUSED = {
     "FinchPress": "it needs a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
-_OLD_NAME = "past_key_values"  # of a cache, before transformers 5.24 and in kvpress
-_CHOOSES_LAST = "compress_post"  # method of presses that hide slots once all are scored
+_OLD_NAME = "past_key_values"  # name of a cache before transformers 5.24, and in kvpress
+_CHOOSES_LAST = "compress_post"  # method of presses that hide slots after scoring all layers
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
 
 
-# what presses raise for a prefix or a model that they cannot press
+# errors of presses for a prefix or a model that they cannot press
 _PRESS_ERRORS = (
     AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError,
 )  # fmt: skip
 
 
 class _KeptHeads(NamedTuple):
-    """Keys and values that a press keeps of one layer of one example, one tensor per KV head."""
+    """The keys and values that a press keeps in a layer of one example, one tensor per KV head."""
 
     keys: list[Tensor]
     values: list[Tensor]
@@ -56,21 +56,21 @@ class _KeptHeads(NamedTuple):
 
 @dataclass(frozen=True, init=False)
 class KVPress(Compressor):
-    """A press of kvpress: what it keeps of the prefix becomes a compact cache of as many slots.
+    """A press of kvpress as a compressor: the slots that it keeps become a compact cache.
 
-    Presses that choose per head only hide the other slots in kvpress; here they are removed, and
-    every head holds the slots that the press left in it. Each example is pressed alone, in one or
-    several more forwards over its prefix.
+    In kvpress, presses that choose per head only hide the other slots. Here these slots are
+    removed, so that every head holds only the slots that the press keeps. Each example is pressed
+    separately, in one or several further forward passes over its prefix.
 
     Args:
-        name: class name of the press; a wrapper and the press inside it are joined by a plus:
+        name: class name of the press. A wrapper and the press inside it are joined by a plus:
             "SnapKVPress", "AdaKVPress+SnapKVPress".
-        options: fields of the press except its compression_ratio, which is 1 - keep ratio. Those of
+        options: fields of the press, except compression_ratio, which is 1 - keep ratio. Names for
             the press after the plus begin with "press.".
 
     Raises:
-        InputError: kvpress is not installed, an unknown press, one that cannot make a compact
-            cache, or options that it does not take.
+        InputError: kvpress is not installed, the press is unknown or cannot make a compact cache,
+            or it does not have one of the options.
     """
 
     name: str
@@ -82,9 +82,9 @@ class KVPress(Compressor):
         self._build()
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; presses that choose per layer or head keep ``size`` slots on average.
+        """The compact caches; presses that choose per layer or head keep ``size`` slots on average.
 
-        Presses that keep whole chunks keep nearly that many.
+        Presses that keep whole chunks keep approximately that many.
         """
         if trace.past_len:
             raise InputError(
@@ -92,7 +92,7 @@ class KVPress(Compressor):
             )
         groups = [[size] for size in sizes]
         if sizes and hasattr(self._build(), _CHOOSES_LAST):
-            # it scores first and chooses at the end: it scores once for all sizes
+            # such a press scores first and chooses at the end, so one scoring serves all sizes
             groups = [list(sizes)]
         facts = {"kvpress": version(), **self.options}
         for group in groups:
@@ -105,7 +105,7 @@ class KVPress(Compressor):
                 yield compact_cache(trace, layers, f"kvpress:{self.name}", facts)
 
     def _build(self) -> Any:
-        """A new press, which holds the state of one use."""
+        """A new press object, because a press holds the state of one use."""
         outer, _, inner = self.name.partition("+")
         outer_options: dict[str, Any] = {}
         inner_options: dict[str, Any] = {}
@@ -120,21 +120,21 @@ class KVPress(Compressor):
 
 
 def _joined_layers(examples: list[list[_KeptHeads]]) -> list[Layer]:
-    """The layers of a cache, from the slots that every example keeps in each layer."""
+    """The layers of a cache, from the slots that each example keeps in each layer."""
     layers = []
     for kept_of_examples in zip(*examples, strict=True):
         keys = [kept.keys for kept in kept_of_examples]
         values = [kept.values for kept in kept_of_examples]
         if not all(len(head) for heads in keys for head in heads):
             raise InputError(
-                "the press leaves a head without slots: ask for more, or set its lower bound"
+                "the press leaves a head without slots: keep more slots, or set its lower bound"
             )
         layers.append(CompactLayer.ragged(keys, values))
     return layers
 
 
 def library() -> Any:
-    """The installed kvpress; transformers' attention functions stay as they are.
+    """The module of the installed kvpress; transformers' attention functions are unchanged.
 
     Raises:
         InputError: it is not installed, or cannot be imported with the installed transformers.
@@ -142,7 +142,7 @@ def library() -> Any:
     before = dict(ALL_ATTENTION_FUNCTIONS)
     try:
         with warnings.catch_warnings():
-            # fire 0.6, which kvpress pins, imports a module that Python 3.13 drops
+            # fire 0.6, which kvpress pins, imports a module that Python 3.13 removed
             warnings.filterwarnings("ignore", "'pipes' is deprecated", DeprecationWarning)
             return importlib.import_module("kvpress")
     except ImportError as error:
@@ -152,19 +152,19 @@ def library() -> Any:
     finally:
         for name, function in before.items():
             if ALL_ATTENTION_FUNCTIONS[name] is not function:
-                # kvpress writes an override of this one mapping; most functions had none
+                # kvpress overrides entries of this mapping; most functions had no entry
                 del ALL_ATTENTION_FUNCTIONS[name]
                 if ALL_ATTENTION_FUNCTIONS.get(name) is not function:
                     ALL_ATTENTION_FUNCTIONS[name] = function
 
 
 def version() -> str:
-    """Of the installed kvpress."""
+    """The version of the installed kvpress."""
     return importlib.metadata.version("kvpress")
 
 
 def presses() -> dict[str, type]:
-    """Every press that the installed kvpress exports, by class name."""
+    """The presses that the installed kvpress exports, by class name."""
     module = library()
     classes = {}
     for name in module.__all__:
@@ -200,23 +200,24 @@ def _make(name: str, options: dict[str, Any]) -> Any:
 
 
 class _PressCache(DynamicCache):
-    """A cache that passes only keys and values to its layers: kvpress's layer classes accept no
-    further arguments.
+    """A cache that passes only keys and values to its layers.
+
+    The layer classes of kvpress accept no further arguments.
     """
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Keys and values of a layer so far, with these appended."""
+        """The keys and values of a layer, with the new ones appended."""
         return super().update(key_states, value_states, layer_idx)
 
 
 def _press_prefix(
     press: Any, trace: Trace, example: int, sizes: list[int]
 ) -> list[list[_KeptHeads]]:
-    """By size and layer, what the press keeps of one example's prefix.
+    """The slots that the press keeps from one example's prefix, by size and layer.
 
-    Several sizes are possible for a press that chooses at the end.
+    Only a press that chooses at the end supports several sizes.
     """
     model = trace.model
     name = type(press).__name__
@@ -229,17 +230,17 @@ def _press_prefix(
     with (
         frozen(model),
         torch.no_grad(),
-        # random numbers, which some presses draw from the global state, depend on the example
-        # alone and leave no trace
+        # some presses draw from the global random state: make the draws depend only on the example,
+        # and restore the state
         torch.random.fork_rng(devices),
         _as_kvpress_expects(model, attentions, is_eager),
     ):
         torch.manual_seed(example_generators(trace, 0)[example].initial_seed())
         try:
             press.post_init_from_model(model)
-        except Exception as error:  # whatever a download or a table of known models raises
+        except Exception as error:  # a download or a table of known models may raise anything
             label = model.config.name_or_path
-            raise InputError(f"{name} has no part trained for {label!r}: {error}") from error
+            raise InputError(f"{name} has no trained component for {label!r}: {error}") from error
         hidden = _HiddenSlots(press, attentions, sizes, trace.prefix_len)
         setattr(press, _CHOOSES_LAST, hidden.choose_all)
         _set_size(press, sizes[0], trace.prefix_len)
@@ -266,7 +267,7 @@ class _HiddenSlots:
         self._choose = getattr(press, _CHOOSES_LAST, None)
 
     def choose_all(self, pressed: Any) -> None:
-        """Let the press choose for every size, and note what it hides."""
+        """Let the press choose for every size, and record the slots that it hides."""
         for size in self._sizes:
             _set_size(self._press, size, self._prefix_len)
             if self._choose is not None:
@@ -276,10 +277,9 @@ class _HiddenSlots:
 
 
 def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotation | None:
-    """The rotation for the keys of a press that counts positions within the cache; None: none is
-    needed.
+    """The rotation that moves the kept keys to the end of the prefix; None if not needed.
 
-    After the rotation the keys end where the prefix does.
+    It is needed for presses that count positions within the cache.
     """
     shift = trace.prefix_len - num_slots
     if shift and isinstance(press, library().KeyRerotationPress):
@@ -288,9 +288,9 @@ def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotatio
 
 
 def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -> list[_KeptHeads]:
-    """Per layer, the slots of a cache of one example that the masks do not hide."""
+    """The slots that the masks do not hide in a cache of one example, per layer."""
     kept = []
-    layers: Any = cache.layers  # of keys and values; transformers knows others
+    layers: Any = cache.layers  # layers of keys and values; transformers has other kinds as well
     for index, layer in enumerate(layers):
         keys = layer.keys if rotation is None else rotation(layer.keys, index)
         keys = keys[0]  # (kv_heads, slots, head_dim)
@@ -330,10 +330,10 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
 
 @contextmanager
 def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Iterator[None]:
-    """A block in which the model passes arguments to kvpress that newer transformers no longer
-    passes.
+    """A block in which the model passes arguments that kvpress expects and transformers dropped.
 
-    Its name is the folder of the base model. Afterwards everything is as before.
+    In the block, the model's name is the folder of the base model. All changes are undone
+    afterwards.
     """
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     names_before = [set(vars(module)) | set(module._modules) for module in modules]
@@ -368,10 +368,10 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
 
 
 def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
-    """Hooks that let kvpress call a cache ``past_key_values`` where transformers has another name.
+    """Hooks that pass caches to kvpress under its name ``past_key_values``.
 
-    The presses call the model, or wrap the forward of ``model.model``, or look into the arguments
-    of the attention layers after these.
+    They are needed if transformers uses another name. Presses call the model, wrap the forward of
+    ``model.model``, or read the arguments of the attention layers in hooks.
     """
     if CACHE_NAME == _OLD_NAME:
         return []
@@ -387,7 +387,7 @@ def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
         return args, _renamed(kwargs, CACHE_NAME, _OLD_NAME)
 
     def add_old(_module: Any, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
-        kwargs[_OLD_NAME] = kwargs[CACHE_NAME]  # for the hooks of the press, which come later
+        kwargs[_OLD_NAME] = kwargs[CACHE_NAME]  # for the press's hooks, which run later
 
     model.model.forward = new_forward
     return [

@@ -1,4 +1,4 @@
-"""Which queries Attention Matching fits to, and how much the error of each one counts."""
+"""The queries to which Attention Matching is fitted, and the weight of each query's error."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +17,16 @@ _LEAST_PARTS = 3
 
 @dataclass(frozen=True)
 class MovedQueries:
-    """The prefix's own queries, rotated to the positions right after the prefix, part by part.
+    """The queries of the prefix, rotated part by part to the positions right after the prefix.
 
-    Log-bias and values are fitted to the first ones. The others only choose keys.
+    Log-bias and values are fitted to the first queries. The others only select keys.
 
     Args:
         rotation: the model's rotation.
         rows: index of each query among those that the trace keeps.
-        shifts: positions that each query is moved by.
-        log_later_mass: per layer, mass of the keys in its part of the prefix that each query sees,
-            nats.
+        shifts: number of positions by which each query is moved.
+        log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
+            sees in its part of the prefix.
         fit_boost: as in ``FittedQueries``.
     """
 
@@ -39,22 +39,22 @@ class MovedQueries:
 
 @dataclass(frozen=True)
 class FittedQueries:
-    """The queries to fit to; the error of each counts times factor * m / (m + exp(log_later_mass)).
+    """Queries for a fit, with the error weights factor * m / (m + exp(log_later_mass)).
 
-    m is the mass of the prefix, so the quotient is the share of the query's attention that goes to
-    the prefix. The supervising queries come first, then those of the prefix.
+    Here m is the attention mass on the prefix, so that the quotient is the share of the query's
+    attention that goes to the prefix. Supervising queries come first, then those of the prefix.
 
     Args:
         trace: the trace that the queries come from.
         supervising: per layer, the supervising queries.
-        moved: the prefix's own queries after the prefix; None: none.
+        moved: queries of the prefix, moved after it; None: there are none.
         factors: factor of each query.
-        log_later_mass: per layer, mass of the keys after the prefix that each query sees, nats;
-            -inf where all queries count alike.
-        fit_boost: further factors of the queries that log-bias and values are fitted to, which come
-            first; the other queries only choose keys.
-        causal: the queries are those of the prefix at their original positions, and see no later
-            key.
+        log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
+            sees after the prefix; -inf if all queries count equally.
+        fit_boost: further factors of those queries to which log-bias and values are fitted. They
+            come first; the other queries only select keys.
+        causal: the queries are those of the prefix at their original positions, and do not see
+            later keys.
     """
 
     trace: Trace
@@ -67,20 +67,20 @@ class FittedQueries:
 
     @property
     def num_queries(self) -> int:
-        """Positions whose queries choose keys."""
+        """The number of positions whose queries select keys."""
         return len(self.factors)
 
     @property
     def num_fitted(self) -> int:
-        """Positions with the queries that log-bias and values are fitted to."""
+        """The number of positions to whose queries log-bias and values are fitted."""
         return len(self.fit_boost)
 
     def states(
         self, layer: int, example: int, heads: list[int], count: int
     ) -> Float[Tensor, "heads count head_dim"]:
-        """The first ``count`` queries of some query heads.
+        """The first ``count`` queries of the chosen query heads.
 
-        The prefix's queries are rotated at every call, so that they are not held in memory.
+        The queries of the prefix are rotated at every call, instead of being kept in memory.
         """
         supervising = self.supervising[layer][example]
         head_rows = torch.tensor(heads, device=supervising.device)
@@ -110,18 +110,19 @@ def fitted_queries(
 ) -> FittedQueries:
     """The supervising queries, and those of the prefix moved to positions after it.
 
-    A prefix that supervises itself is fitted to its queries alone. They are moved after it, or stay
-    in place if they cannot be moved or own_weight is 0.
+    With supervision "self", the fit uses only the queries of the prefix. They are moved after it,
+    or stay in place if they cannot be moved or own_weight is 0.
 
     Args:
         trace: trace of the windows.
-        own_weight: sum of the squared weights of the prefix's own queries, relative to that of the
+        own_weight: sum of the squared weights of the prefix's queries, relative to that of the
             supervising queries.
-        by_share: a query's error counts by the share of its attention that goes to the prefix;
-            False: all queries count alike.
-        part_tokens: most tokens of a part of the prefix that is repeated behind it.
-        fitted_per_token: of the prefix's own queries, that log-bias and values are fitted to. Where
-            more than two are there, they are thinned evenly, to between one and two of this.
+        by_share: a query's error is weighted by the share of its attention that goes to the prefix;
+            False: all queries count equally.
+        part_tokens: largest number of tokens in a part of the prefix that is repeated after it.
+        fitted_per_token: number of the prefix's queries per token to which log-bias and values are
+            fitted. If there are at least twice as many, they are thinned evenly, to between one and
+            two times this number.
     """
     moved = _moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
@@ -134,7 +135,7 @@ def fitted_queries(
 
 
 def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
-    """The queries of the supervising positions, unmoved."""
+    """The queries at the supervising positions, which are not moved."""
     is_self = trace.supervision == "self"
     if by_share and not is_self:
         first_seen = trace.supervision_start - trace.prefix_len
@@ -150,7 +151,7 @@ def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
 
 
 def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
-    """The queries of the prefix, moved after it."""
+    """The fit to the moved queries of the prefix alone."""
     nothing = [queries[:, :, :0] for queries in trace.queries]
     factors = torch.ones(len(moved.rows))
     return FittedQueries(
@@ -161,7 +162,7 @@ def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
 def _with_moved(
     supervising: FittedQueries, moved: MovedQueries, own_weight: float
 ) -> FittedQueries:
-    """Supervising queries, followed by those of the prefix."""
+    """The supervising queries, followed by the moved queries of the prefix."""
     num_moved = len(moved.rows)
     factor = (own_weight * supervising.num_queries / num_moved) ** 0.5
     masses = zip(supervising.log_later_mass, moved.log_later_mass, strict=True)
@@ -175,20 +176,20 @@ def _with_moved(
 
 
 class _PlacedQueries(NamedTuple):
-    """The prefix's queries by part, in the order of the fit."""
+    """The queries of the prefix by part, in the order of the fit."""
 
-    rows: Int[Tensor, " queries"]  # among the queries that the trace keeps
+    rows: Int[Tensor, " queries"]  # index among the queries that the trace keeps
     positions: Int[Tensor, " queries"]
     starts: Int[Tensor, " queries"]  # position at which the query's part begins
-    num_fitted: int  # that log-bias and values are fitted to
-    num_represented: int  # queries that each fitted one represents
+    num_fitted: int  # number of queries to which log-bias and values are fitted
+    num_represented: int  # number of queries that each fitted query represents
 
 
 def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
-    """Queries of each part of the prefix, as if the part were repeated right after the prefix.
+    """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
-    A part is a third of the prefix, at most ``part_tokens``. None where a compact cache holds part
-    of the prefix, or where the model's keys cannot be moved to other positions.
+    A part is a third of the prefix, but at most ``part_tokens``. The result is None if a compact
+    cache holds part of the prefix, or if the model's keys cannot be moved to other positions.
     """
     if trace.past_len:
         return None
@@ -213,10 +214,10 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
 
 
 def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _PlacedQueries:
-    """The prefix's queries: those of the last part first, the fitted ones before the others.
+    """The queries of the prefix in order: the last part first, fitted queries before the others.
 
-    All of up to 4,096 positions choose keys. Where query heads share a KV head, log-bias and values
-    are fitted to evenly spaced positions alone, so that at least ``fitted_per_token`` queries per
+    All positions, at most 4,096, select keys. If query heads share a KV head, log-bias and values
+    are fitted only to evenly spaced positions, of which at least ``fitted_per_token`` queries per
     token of the prefix remain.
     """
     prefix_len = trace.prefix_len
@@ -244,7 +245,7 @@ def _mass_of_parts(
     placed: _PlacedQueries,
     part_len: int,
 ) -> Float[Tensor, "batch heads queries"]:
-    """Mass of the keys in its part of the prefix that each query sees, nats."""
+    """The log of each query's attention mass on the keys that it sees in its part of the prefix."""
     batch, heads = queries.shape[:2]
     masses = at_least_float32(queries.new_empty(batch, heads, len(placed.rows)))
     for start in placed.starts.unique().tolist():
@@ -259,5 +260,5 @@ def _mass_of_parts(
 def _no_mass(
     like: Sequence[Float[Tensor, "batch heads queries"]],
 ) -> list[Float[Tensor, "batch heads queries"]]:
-    """A mass of 0 for every query: -inf nats."""
+    """The log of a mass of 0 for every query: -inf."""
     return [torch.full_like(at_least_float32(states), -torch.inf) for states in like]

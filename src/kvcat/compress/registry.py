@@ -1,4 +1,4 @@
-"""Compressors by name: those of this package, presses of kvpress, and those of other packages."""
+"""Compressors by name: those of this package, the presses of kvpress, and plug-ins."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -27,14 +27,14 @@ def compressor_names() -> list[str]:
 
 
 def make_compressor(name: str, /, **options: Any) -> Compressor:
-    """The compressor of a name with its options.
+    """The compressor with a name and options.
 
     Args:
         name: one of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
         options: fields of the compressor's dataclass.
 
     Raises:
-        InputError: an unknown name, an unknown option, or a value that does not fit.
+        InputError: the name or an option is unknown, or a value is not valid.
     """
     if name.startswith(_KVPRESS):
         return KVPress(name.removeprefix(_KVPRESS), **options)
@@ -50,24 +50,24 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
 
 
 def seeded_compressor(name: str, options: Mapping[str, Any], seed: int) -> Compressor:
-    """As ``make_compressor``, with the seed if the method draws and its options name none."""
+    """The compressor, with this seed if the method is randomised and its options name no seed."""
     if takes_seed(name, options):
         return make_compressor(name, **options, seed=seed)
     return make_compressor(name, **options)
 
 
 def takes_seed(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether the compressor of a name draws, with a seed that its options do not name."""
+    """Whether the compressor is randomised and its options do not name a seed."""
     return make_compressor(name, **options).draws and "seed" not in options
 
 
 def _plugin(name: str) -> type[Compressor] | type[Scorer]:
-    """The compressor or scorer that another package adds under a name."""
+    """The class of the compressor or scorer that another package adds under a name."""
     plugins.check_new_names(plugins.COMPRESSORS, set(COMPRESSORS))
     if name not in plugins.plugin_names(plugins.COMPRESSORS):
         choices = ", ".join([*compressor_names(), "kvpress:PRESS"])
         raise InputError(f"no compressor {name!r}; there are {choices}")
     kind = plugins.load_plugin(plugins.COMPRESSORS, name)
     if not (isinstance(kind, type) and issubclass(kind, Compressor | Scorer)):
-        raise InputError(f"plug-in {name!r} is no subclass of Compressor or Scorer: {kind!r}")
+        raise InputError(f"plug-in {name!r} is not a subclass of Compressor or Scorer: {kind!r}")
     return kind

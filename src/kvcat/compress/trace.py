@@ -1,4 +1,4 @@
-"""What compressors learn from: keys, values and queries of one forward (``tracing``)."""
+"""Traces: the keys, values and queries of one forward pass, to which compressors are fitted."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ SAMPLED_POSITIONS = 4096
 
 
 def slot_facts(cache: CompactCache) -> dict[str, str]:
-    """Metadata of a cache about its size, as in ``CompactCache``."""
+    """Metadata about the size of a cache, as in ``CompactCache``."""
     return {"num_slots": str(cache.num_slots), "mean_slots": f"{cache.mean_slots:.6g}"}
 
 
@@ -33,8 +33,8 @@ class Reconstruction:
 
     The second copy begins at ``supervision_start``.
 
-    ``about`` says how the text became tokens, for the metadata of caches: "chat", yes or no, and of
-    a chat template "chat_template", a hash of its source.
+    ``about`` is metadata for caches on how the text was tokenised: "chat" is yes or no, and
+    "chat_template" is a hash of the chat template's source, if one was used.
     """
 
     input_ids: Int[Tensor, "batch tokens"]
@@ -45,39 +45,39 @@ class Reconstruction:
 
 @dataclass(frozen=True)
 class Trace:
-    """Keys, values and queries of one forward, split at the end of the prefix.
+    """Keys, values and queries of one forward pass, split at the end of the prefix.
 
-    The forward is dense, or continues from a compact cache. Then the slots of the prefix are those
-    of the cache and of the tokens behind it. Heads with fewer slots are filled up with slots of
-    log-bias -inf; ``head`` leaves these out.
+    The forward pass is dense, or continues from a compact cache. In the second case, the slots of
+    the prefix are those of the cache and of the tokens after it. Heads with fewer slots are padded
+    with slots of log-bias -inf, which ``head`` leaves out.
 
     Args:
         model: the model that ran.
-        input_ids: all tokens, prefix first.
+        input_ids: all tokens; the prefix comes first.
         prefix_len: number of tokens to compress.
-        supervision: what compressors are fitted to; with "self" the prefix's own queries, else
-            those of tokens after the prefix.
-        supervision_start: first position whose query and teacher logits supervise.
-        keys, values: per layer, of the prefix's slots after rotation: one per token, fewer behind a
-            compact cache.
-        queries: per layer, queries after rotation from ``supervision_start`` on, or with "self" of
-            the prefix.
+        supervision: queries to which compressors are fitted: with "self" those of the prefix,
+            otherwise those of tokens after the prefix.
+        supervision_start: first position whose query and teacher logits are used for supervision.
+        keys, values: per layer, those of the prefix's slots after rotation; one slot per token,
+            except that a compact cache has fewer.
+        queries: per layer, queries after rotation: those from ``supervision_start`` on, or with
+            "self" those of the prefix.
         suffix_keys: per layer, keys of the tokens after the prefix.
-        prefix_positions: positions of the prefix whose queries are kept: evenly spaced ones, at
-            most 4096, and the last 32; all with "self"; of those behind a compact cache.
-        prefix_queries: per layer, queries after rotation of these positions.
+        prefix_positions: positions of the prefix whose queries are kept: at most 4096 evenly spaced
+            ones and the last 32, or all with "self". Positions in a compact cache have no queries.
+        prefix_queries: per layer, queries after rotation at these positions.
         scales: per layer, the factor on q.k.
-        stream: per layer, the squared norm of the residual stream that enters it, the median over
+        stream: per layer, the squared norm of the residual stream at its input, as the median over
             tokens.
-        hidden: input of the head at the positions from the last of the prefix on.
+        hidden: input of the output head, from the last position of the prefix on.
         fingerprint: identifies the model's weights.
-        past_len: tokens that a compact cache stood for; 0: none.
-        log_bias: per layer, nats added to the scores of the prefix's slots, -inf where a head has
-            none; None: none.
-        about: how a document became tokens (``Reconstruction``); part of the metadata of caches.
-        rope: the rotary factors of all keys and queries, "short" or "long"; None where these do not
+        past_len: number of tokens that the compact cache represents; 0: there is no such cache.
+        log_bias: per layer, nats added to the scores of the prefix's slots, -inf for padding; None:
+            there is no log-bias.
+        about: how the document was tokenised (``Reconstruction``), for the metadata of caches.
+        rope: the rotary factors of all keys and queries, "short" or "long"; None if they do not
             depend on the length of the text.
-        room: tokens that were to follow the prefix; None: those of the suffix.
+        room: number of tokens that were planned to follow the prefix; None: those of the suffix.
     """
 
     model: PreTrainedModel
@@ -103,22 +103,22 @@ class Trace:
 
     @property
     def max_slots(self) -> int:
-        """Slots of the prefix in the fullest head: the most that a compressor can keep."""
+        """The slots of the prefix in its fullest head: the most that a compressor can keep."""
         return max(int(self.counts(layer).max()) for layer in range(len(self.keys)))
 
     @property
     def batch_size(self) -> int:
-        """Number of examples."""
+        """The number of examples."""
         return self.input_ids.shape[0]
 
     @property
     def suffix_ids(self) -> Int[Tensor, "batch suffix"]:
-        """Tokens after the prefix."""
+        """The tokens after the prefix."""
         return self.input_ids[:, self.prefix_len :]
 
     @property
     def logits(self) -> Float[Tensor, "batch suffix vocab"]:
-        """Dense logits of the suffix positions, computed again at every call."""
+        """The dense logits at the suffix positions, computed again at every call."""
         with torch.no_grad():
             return logits_from_hidden(self.model, self.hidden[:, 1:])
 
@@ -134,9 +134,7 @@ class Trace:
         return replace(cache, metadata=facts)
 
     def facts(self) -> dict[str, str]:
-        """Metadata of caches about the prefix, such as the hash of its tokens and its rotary
-        factors.
-        """
+        """Metadata for caches about the prefix, such as a hash of its tokens."""
         document = document_digest(self.input_ids[:, : self.prefix_len])
         facts = {"supervision": self.supervision, **self.about, "document": document}
         if self.rope is not None:
@@ -146,11 +144,11 @@ class Trace:
         return facts
 
     def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
-        """Slots of the prefix that every head of a layer has; on the CPU."""
+        """The number of prefix slots in every head of a layer; on the CPU."""
         return (self.ranks(layer) >= 0).sum(-1).cpu()
 
     def ranks(self, layer: int) -> Int[Tensor, "batch kv_heads slots"]:
-        """Index of each slot within its head; -1 for padding."""
+        """The index of each slot within its head; -1 for padding."""
         keys = self.keys[layer]
         if self.log_bias is None:
             return torch.arange(keys.shape[2], device=keys.device).expand(keys.shape[:3])
@@ -158,7 +156,7 @@ class Trace:
         return (exists.cumsum(-1) - 1).masked_fill(~exists, -1)
 
     def head(self, layer: int, example: int, head: int) -> Head:
-        """Keys, values and log-bias of the slots that a head of the prefix has."""
+        """The keys, values and log-bias of a head's prefix slots, without padding."""
         keys = self.keys[layer][example, head]
         values = self.values[layer][example, head]
         if self.log_bias is None:
@@ -170,12 +168,12 @@ class Trace:
         return keys[exists], values[exists], bias[exists]
 
     def prefix_queries_from(self, start: int) -> Sequence[Float[Tensor, "batch _ queries _"]]:
-        """Per layer, the queries of all prefix positions from ``start`` on.
+        """The queries of all prefix positions from ``start`` on, per layer.
 
-        A second forward computes them where some were not kept.
+        A second forward pass computes them if some were not kept.
 
         Raises:
-            InputError: a compact cache stood for part of the prefix: its queries are gone.
+            InputError: a compact cache represents part of the prefix, whose queries are lost.
         """
         if self.past_len:
             raise InputError(
@@ -196,7 +194,7 @@ class Trace:
         return captured.queries
 
     def check_supervises(self) -> None:
-        """Reject a trace without predictions after its prefix."""
+        """Raise an ``InputError`` for a trace without predictions after its prefix."""
         if self.supervision == "self":
             raise InputError(
                 "a trace with supervision='self' has no predictions after its prefix: trace a "
@@ -205,17 +203,18 @@ class Trace:
 
 
 def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
-    """Two traces of the same prefix: one to learn from, and one supervised by held-out positions.
+    """Two traces of the same prefix: one for fitting, and one supervised by held-out positions.
 
     The first ends before the held-out positions.
 
     Args:
-        trace: with predictions after its prefix.
-        fraction: held out, in (0, 1): the last ceil(fraction * n) of the n supervising positions.
+        trace: trace with predictions after its prefix.
+        fraction: fraction to hold out, in (0, 1): the last ceil(fraction * n) of the n supervising
+            positions.
 
     Raises:
-        InputError: fraction out of range, a trace with supervision "self", or no position left to
-            learn from.
+        InputError: the fraction is out of range, the trace has supervision "self", or no position
+            is left for fitting.
     """
     if not 0 < fraction < 1:
         raise InputError(f"held_out must be a fraction in (0, 1), not {fraction}")
@@ -243,6 +242,6 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:
-    """Evenly spaced positions of a prefix, all of a short one."""
+    """Evenly spaced positions of a prefix; all positions of a short one."""
     count = min(prefix_len, SAMPLED_POSITIONS)
     return torch.arange(count) * prefix_len // count

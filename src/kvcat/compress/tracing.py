@@ -1,4 +1,4 @@
-"""A dense forward over prefix and suffix, kept as a ``Trace``."""
+"""The function that runs a model over prefix and suffix, and returns a ``Trace``."""
 
 import math
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ from kvcat.errors import InputError, check_least
 from kvcat.models import Capture, capture, frozen, positions_of
 from kvcat.types import Float, Int, Tensor
 
-_TAIL = 32  # last positions of the prefix, whose queries a trace always keeps
+_TAIL = 32  # number of last prefix positions whose queries are always kept
 
 
 def trace(
@@ -38,29 +38,30 @@ def trace(
     room: int | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> Trace:
-    """A forward over prefix and suffix, kept for compression and for comparison.
+    """The trace of a forward pass over prefix and suffix, for compression and comparison.
 
     Args:
         model: a decoder-only transformers model.
-        input_ids: windows of equal length, or a reconstruction sequence, which brings its own
+        input_ids: windows of equal length, or a reconstruction sequence, which determines the
             prefix length.
-        prefix_len: number of tokens to compress, in [1, tokens); with "self" up to all tokens,
-            which is the default.
-        supervision: one of ``Supervision``. "self" lets compressors use the prefix's own queries
-            alone. The others use those after the prefix and say what text that is; None: "suffix",
-            or "reconstruction" of such a sequence.
-        past: a compact cache of the prefix's first tokens, which are not run again; it is
-            compressed with the rest.
-        room: tokens of questions and answers that will follow the prefix, at least 0. It matters
-            for models alone whose rotary factors depend on the length of the text (LongRoPE):
-            prefix and room decide which factors the trace and its caches have. None: the tokens of
-            the suffix; of a reconstruction sequence, or with "self", 0.
-        chunk_tokens: most tokens of each example that run at once (``capture``).
+        prefix_len: number of tokens to compress, in [1, tokens); with "self" it may be all tokens,
+            which is then the default.
+        supervision: one of ``Supervision``. With "self", compressors use only the queries of the
+            prefix. With the others they use the queries after the prefix, and the word names that
+            text. None: "reconstruction" for such a sequence, otherwise "suffix".
+        past: compact cache of the prefix's first tokens, which are not run again; its slots are
+            compressed together with those of the other tokens.
+        room: number of tokens in questions and answers that will follow the prefix, at least 0. It
+            matters only for models whose rotary factors depend on the length of the text
+            (LongRoPE), because the factors of the trace and its caches depend on prefix and room.
+            None: 0 for a reconstruction sequence or with "self", otherwise the number of suffix
+            tokens.
+        chunk_tokens: largest number of tokens per example that run at once (``capture``).
 
     Raises:
-        InputError: lengths that do not fit, more tokens than the model has positions, layers that
-            cannot be compressed (sliding windows shorter than the sequence, linear attention), a
-            cache of something else, or a negative room.
+        InputError: the lengths are not valid; the model has too few positions, or layers that
+            cannot be compressed (sliding windows shorter than the sequence, linear attention);
+            ``past`` is a cache of another prefix or model; or the room is negative.
     """
     check_least(0, room=0 if room is None else room)
     sequence = _sequence(input_ids, prefix_len, supervision)
@@ -115,7 +116,7 @@ def trace(
 
 
 class _Sequence(NamedTuple):
-    """The tokens of a trace and what they are for; as in ``Trace``."""
+    """The tokens of a trace with their roles, as in ``Trace``."""
 
     input_ids: Int[Tensor, "batch tokens"]
     prefix_len: int
@@ -148,9 +149,9 @@ def _sequence(
 
 
 class _States(NamedTuple):
-    """The states of a forward, split at the end of the prefix; one tensor for each layer."""
+    """The states of a forward pass, split at the end of the prefix; one tensor per layer."""
 
-    keys: list[Tensor]  # of the prefix, as are the values
+    keys: list[Tensor]  # of the prefix, like the values
     values: list[Tensor]
     suffix_keys: list[Tensor]
     prefix_queries: list[Tensor]
@@ -158,14 +159,14 @@ class _States(NamedTuple):
 
 
 def _split(captured: Capture, num_later: int, num_prefix_queries: int) -> _States:
-    """Copies of the states of prefix and suffix.
+    """Copies of the states for prefix and suffix.
 
     The lists of ``captured`` become empty: each layer's tensors are freed once they are copied.
 
     Args:
         captured: keys, values and queries of all tokens.
-        num_later: tokens after the prefix.
-        num_prefix_queries: of the kept queries, those of the prefix, which come first.
+        num_later: number of tokens after the prefix.
+        num_prefix_queries: number of kept queries from the prefix, which come first.
     """
     states = _States([], [], [], [], [])
     while captured.keys:
@@ -192,7 +193,7 @@ def _check_finite(model: PreTrainedModel, captured: Capture) -> None:
 
 
 def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
-    """Positions of the prefix whose queries a trace keeps."""
+    """The positions of the prefix whose queries a trace keeps."""
     if every:
         return torch.arange(known, prefix_len)
     tail = torch.arange(max(known, prefix_len - _TAIL), prefix_len)
@@ -200,9 +201,7 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
 
 
 def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch _ _"]] | None:
-    """The log-bias of all slots, 0 for those of the tokens behind the cache; None where no layer
-    has one.
-    """
+    """The log-bias of all slots, 0 after the cache; None if no layer has a log-bias."""
     if all(layer.log_bias is None for layer in past):
         return None
     biases = []
@@ -243,7 +242,7 @@ def _check_past(
     if past.rotary_factors(model) != rope:
         raise InputError(
             f"past has the {past.metadata['rope']} rotary factors, and {prefix_len} tokens with "
-            f"what follows need the {rope} ones: make it again with room for them (room=)"
+            f"the text after them need the {rope} ones: trace it again with room= for that text"
         )
     if past.num_tokens >= prefix_len:
         raise InputError(
@@ -257,7 +256,7 @@ def _check_past(
 def _check_model(
     model: PreTrainedModel, num_tokens: int, prefix_len: int, supervision: Supervision
 ) -> None:
-    """Reject a sequence that is too long for the model's windows or positions."""
+    """Raise an ``InputError`` if a sequence exceeds the model's windows or positions."""
     name = type(model).__name__
     windows = [window for window in layer_windows(model.config) if window is not None]
     shortest = min(windows, default=math.inf)

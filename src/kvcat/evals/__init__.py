@@ -1,4 +1,4 @@
-"""Evaluations: how much of a model's prediction a compact cache keeps, with resumable records.
+"""Evaluations of compact caches: how much of a model's predictions they keep; resumable.
 
 Names are imported on first use, so that the options of an evaluation load without torch.
 """
@@ -169,7 +169,7 @@ _MODULES = {
     "summarise": "summary",
     "windows_from_documents": "suffix",
 }
-"""Module of every name."""
+"""The module that defines each name."""
 _EARLIER_NAMES = {"plumbing": "models_below_chance"}
 
 

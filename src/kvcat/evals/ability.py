@@ -1,4 +1,4 @@
-"""Which models do not show that they can do the task, so that their figures are no results."""
+"""Models that are not shown to perform above chance, so that their figures are not results."""
 
 from collections.abc import Iterable
 
@@ -10,22 +10,21 @@ from kvcat.evals.records import Record
 from kvcat.evals.samples import EXAMPLE, METRICS, record_table
 
 FEWEST_DOCUMENTS = 20
-"""Documents below which no share of right answers shows that a model can do a task."""
+"""The smallest number of documents on which a share of right answers can show an ability."""
 
 
 def models_below_chance(records: Iterable[Record]) -> dict[str, str]:
-    """Labels of the models that do not show that they can do the task, each with the reason.
+    """Labels of the models that are not shown to perform above chance, each with the reason.
 
-    A model can do it if, with the whole cache and no compression, the 95 % interval of its score
-    lies above chance on at least ``FEWEST_DOCUMENTS`` documents; in text prediction, if the
-    interval of its context gain lies above 0: a model that does not use its prefix has nothing to
-    lose.
+    A model performs above chance if, on the whole cache, the 95 % interval of its score lies above
+    chance on at least ``FEWEST_DOCUMENTS`` documents. In text prediction, the interval of its
+    context gain must lie above 0, because a model that does not use its prefix loses nothing.
     """
     return below_chance_in(record_table(records))
 
 
 def below_chance_in(table: pd.DataFrame) -> dict[str, str]:
-    """The same of a ``record_table``."""
+    """``models_below_chance`` for a ``record_table``."""
     reasons = {}
     for label, rows in table.groupby("label", sort=False):
         reason = _inability(rows.dropna(axis=1, how="all"))
@@ -35,9 +34,9 @@ def below_chance_in(table: pd.DataFrame) -> dict[str, str]:
 
 
 def _inability(rows: pd.DataFrame) -> str:
-    """Why the rows of a model do not show that it can do the task; empty where they do."""
+    """The reason why a model is not shown to perform above chance; empty if it is."""
     metrics = [name for name, metric in METRICS.items() if metric.shows_ability and name in rows]
-    metrics.sort(key=lambda name: not METRICS[name].share)  # right answers show more than a gain
+    metrics.sort(key=lambda name: not METRICS[name].share)  # right answers first
     if not metrics:
         return "no score with the whole cache was recorded"
     name = metrics[0]
@@ -45,7 +44,7 @@ def _inability(rows: pd.DataFrame) -> str:
 
 
 def _low_mean(rows: pd.DataFrame, name: str) -> str:
-    """Why the mean of a value is not clearly above chance, or empty."""
+    """The reason why the mean of a value is not clearly above chance; empty if it is."""
     metric = METRICS[name]
     examples = rows.drop_duplicates(EXAMPLE, keep="last")
     bootstrap = ClusterBootstrap(examples["document"].to_numpy(dtype=str))
@@ -58,7 +57,7 @@ def _low_mean(rows: pd.DataFrame, name: str) -> str:
 
 
 def _low_share(rows: pd.DataFrame, name: str) -> str:
-    """Why the share of right answers with the whole cache is not above chance, or empty."""
+    """The reason why the share of right dense answers is not above chance; empty if it is."""
     metric = METRICS[name]
     if metric.dense_metric in rows:
         column = metric.dense_metric

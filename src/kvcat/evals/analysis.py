@@ -1,4 +1,4 @@
-"""One analysis of an evaluation's records for all its readers."""
+"""The analysis of an evaluation's records, computed once for every table and plot."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -14,27 +14,27 @@ from kvcat.evals.summary import COMPARISON, comparison_pairs, comparisons_with, 
 
 @dataclass(frozen=True)
 class Analysis:
-    """What the records of one results folder show; models are named without ``@SEED``."""
+    """Summary, comparisons and abilities from one results folder; model names lack ``@SEED``."""
 
     models: list[str]  # in the order of the records
-    summary: pd.DataFrame = field(repr=False)  # as ``summarise``
+    summary: pd.DataFrame = field(repr=False)  # the table of ``summarise``
     pairs: list[tuple[str, str]]  # (model, reference) that are compared
-    comparisons: pd.DataFrame = field(repr=False)  # as ``compare_models``, in the order of pairs
-    below_chance: dict[str, str]  # models that do not show that they can do the task: the reason
+    comparisons: pd.DataFrame = field(repr=False)  # the tables of ``compare_models``, by pair
+    below_chance: dict[str, str]  # reason by model (``models_below_chance``)
 
 
 def analyse(
     records: Iterable[Record], config: Mapping[str, Any], *, num_resamples: int = 10_000
 ) -> Analysis:
-    """Summary, comparisons and abilities of the models from one reading of the records.
+    """The summary, comparisons and abilities of all models in the records.
 
     Args:
-        records: of a results folder, at least one.
+        records: records of one results folder, at least one.
         config: the folder's configuration, which names the primary cell.
-        num_resamples: of the bootstrap.
+        num_resamples: number of bootstrap resamples.
 
     Raises:
-        InputError: as ``summarise``.
+        InputError: as in ``summarise``.
     """
     table = record_table(records)
     samples = samples_by_cell(table, num_resamples)

@@ -1,4 +1,4 @@
-"""Questions about a compressed context: greedy answers, and the likelihood of reference answers."""
+"""Questions about a compressed context: greedy answers and the likelihood of right answers."""
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,20 +27,20 @@ class Question:
     """A context, a question about it, and its answer, as the tokens of one tokenizer."""
 
     document: str  # name of the context
-    name: str  # of the question, unique in the document
-    stratum: str  # group that is reported apart
-    context: tuple[int, ...]  # to be compressed, with the tokens that begin a text
-    question: tuple[int, ...]  # at least one
-    answer: tuple[int, ...]  # the right one, at least one
-    references: tuple[str, ...]  # texts that the answer is judged by
-    max_new_tokens: int  # of a greedy answer, at least 1
+    name: str  # name of the question, unique in the document
+    stratum: str  # group that is also reported separately
+    context: tuple[int, ...]  # compressed; begins with the tokens that start a text
+    question: tuple[int, ...]  # at least one token
+    answer: tuple[int, ...]  # the right answer, at least one token
+    references: tuple[str, ...]  # right answers, to which the model's answer is compared
+    max_new_tokens: int  # largest length of a greedy answer, at least 1
 
 
 @dataclass(frozen=True)
 class PreparedContexts(Prepared):
-    """Contexts of equal length on a model; they are compressed before the text behind them is read.
+    """Contexts of equal length on a model, compressed before the model reads the text after them.
 
-    A subclass has ``values``.
+    A subclass defines ``values``.
     """
 
     @cached_property
@@ -55,24 +55,24 @@ class PreparedContexts(Prepared):
 
     @property
     def room(self) -> int:
-        """Tokens that follow the contexts at most."""
+        """The largest number of tokens that follow a context."""
         raise NotImplementedError
 
     def values(self, cache: CompactCache | None) -> list[Values]:
-        """Values per example with the cache in place of the contexts; None: no contexts."""
+        """Values for each example, with the cache in place of the contexts; None: no context."""
         raise NotImplementedError
 
     def score(self, cache: CompactCache) -> list[Values]:
-        """``values``, and with the prefix ``dense_`` those on the whole cache."""
+        """``values`` on the compact cache and, with the prefix ``dense_``, on the whole cache."""
         return self.with_dense(self.values(cache))
 
     def baseline(self, baseline: Baseline) -> list[Values]:
-        """The same with the whole context or without any."""
+        """Values for each example with the whole context, or with none."""
         values = self._dense if baseline.name == "dense" else self._without_context
         return self.with_dense(values)
 
     def with_dense(self, values: list[Values]) -> list[Values]:
-        """The values of each example, and the same on the whole cache, named ``dense_...``."""
+        """The given values and, with the prefix ``dense_``, the values on the whole cache."""
         joined = []
         for example_values, dense_values in zip(values, self._dense, strict=True):
             row = dict(example_values)
@@ -83,28 +83,28 @@ class PreparedContexts(Prepared):
 
     @cached_property
     def _dense(self) -> list[Values]:
-        """Values on the whole cache."""
+        """Values for each example on the whole cache."""
         return self.values(self.trace.dense_cache())
 
     @cached_property
     def _without_context(self) -> list[Values]:
-        """Values without the contexts."""
+        """Values for each example without its context."""
         return self.values(None)
 
 
 @dataclass(frozen=True)
 class PreparedQuestions(PreparedContexts):
-    """Questions, answered greedily and under teacher forcing."""
+    """Questions that are answered greedily and scored under teacher forcing."""
 
     @property
     def room(self) -> int:
-        """Tokens of the longest question with its answer."""
+        """The number of tokens in the longest question with its answer."""
         return max(len(q.question) + max(len(q.answer), q.max_new_tokens) for q in self.batch)
 
     def values(self, cache: CompactCache | None) -> list[Values]:
-        """``judge`` of the greedy answer, and ``nll`` of the right one, nats per token."""
+        """``judge`` on the greedy answer, and ``nll`` of the right answer, in nats per token."""
         opening: Sequence[int] = ()
-        if cache is None:  # then the question starts the text
+        if cache is None:  # the question starts the text
             opening = self.task.opening_ids(self.tokenizer)
         questions = [(*opening, *example.question) for example in self.batch]
         max_new_tokens = max(example.max_new_tokens for example in self.batch)
@@ -120,7 +120,7 @@ class PreparedQuestions(PreparedContexts):
         return values
 
     def with_dense(self, values: list[Values]) -> list[Values]:
-        """Values with the dense ones, and the gain of the context."""
+        """The given values, the dense ones, and the gain from the context."""
         rows = super().with_dense(values)
         for row, without in zip(rows, self._without_context, strict=True):
             row["nll_dense"] = row.pop("dense_nll")
@@ -132,43 +132,43 @@ class PreparedQuestions(PreparedContexts):
 
 @dataclass(frozen=True)
 class QuestionTask(Task):
-    """Questions about compressed contexts; a subclass has ``judge``, which gives values of answers.
+    """Questions about compressed contexts; a subclass defines ``judge``, which scores answers.
 
     Compressors are fitted to <context><instruction><context>.
 
-    Values are those of ``judge`` on the compact cache and, named ``dense_...``, on the whole one.
-    Further, in nats per token of the right answer under teacher forcing: ``nll``, ``nll_dense``,
-    ``delta_nll`` = nll - nll_dense, ``nll_none`` without the context, and ``context_gain`` =
-    nll_none - nll_dense.
+    The values are those of ``judge`` on the compact cache and, with the prefix ``dense_``, on the
+    whole cache. Under teacher forcing, in nats per token of the right answer, there are also
+    ``nll`` on the compact cache, ``nll_dense`` on the whole cache, ``delta_nll`` = nll - nll_dense,
+    ``nll_none`` without the context, and ``context_gain`` = nll_none - nll_dense.
     """
 
     dataset: str
     examples: tuple[Question, ...]
-    options: Mapping[str, Any]  # that the examples were made with, for the configuration
-    vocabulary: str  # hash of the vocabulary of the tokenizer that made the examples
-    # token ids that contexts begin with; None: those that the tokenizer puts there
+    options: Mapping[str, Any]  # with which the examples were made
+    vocabulary: str  # hash of the tokenizer's vocabulary
+    # token ids at the start of every context; None: those that the tokenizer adds
     opening: tuple[int, ...] | None = None
     prepared: ClassVar[type[Prepared]] = PreparedQuestions
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
-        """Values of a decoded answer; 1 is right, 0 is wrong."""
+        """Scores of a decoded answer: 1 if it is right, 0 if it is wrong."""
         raise NotImplementedError
 
     def describe(self) -> Mapping[str, Any]:
-        """The options."""
+        """The options with which the examples were made."""
         return self.options
 
     def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Token ids that a text begins with."""
+        """The token ids at the start of every text."""
         return opening_ids(tokenizer) if self.opening is None else list(self.opening)
 
     def batch_key(self, example: Question) -> Hashable:
-        """Contexts of equal length may share a batch."""
+        """The length of the context: contexts of equal length may share a batch."""
         return len(example.context)
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Raise an ``InputError`` for a model with another vocabulary or too few positions."""
+        """Raise an ``InputError`` if a model has another vocabulary or too few positions."""
         check_vocabulary(label, tokenizer, self.vocabulary)
         num_instruction = len(TextEncoder(tokenizer).behind(INSTRUCTION))
         num_opening = len(self.opening_ids(tokenizer))
@@ -197,16 +197,16 @@ def greedy_answers(
     questions: Sequence[Sequence[int]],
     max_new_tokens: int,
 ) -> list[list[int]]:
-    """The most likely next tokens after each question, one at a time, before an end-of-text token.
+    """Greedy answers to the questions, decoded until an end-of-text token.
 
-    Shorter questions are padded on the left; padding does not change an answer. Of the model's
-    generation settings only the end-of-text tokens are used.
+    Shorter questions are padded on the left; padding does not change an answer. Only the
+    end-of-text tokens are used from the model's generation settings.
 
     Args:
-        model: that answers.
-        cache: in place of the contexts; None: there are none.
-        questions: token ids.
-        max_new_tokens: of an answer.
+        model: model that answers.
+        cache: cache in place of the contexts; None: there are no contexts.
+        questions: token ids of each question.
+        max_new_tokens: largest number of tokens in an answer.
     """
     width = max(len(question) for question in questions)
     padded = []
@@ -235,21 +235,22 @@ def token_nll(
     prompts: Sequence[Sequence[int]],
     answers: Sequence[Sequence[int]],
 ) -> list[Float[Tensor, " tokens"]]:
-    """-log p(a_t | context, prompt, a_<t) of every token of each answer, nats.
+    """Loss of every token of each answer: -log p(a_t | context, prompt, a_<t), in nats.
 
-    Prompt and answer, at least a token each, are joined as token ids: in one text an answer could
-    merge with the end of the prompt ("(" and "A)" give "(A").
+    The prompt and the answer, at least one token each, are joined as token ids. If they were joined
+    as text, the answer could merge with the end of the prompt ("(" and "A)" give "(A").
 
     Args:
-        model: that scores.
-        cache: in place of the contexts, one for each row or one for all; None: there are none.
-        prompts: token ids.
-        answers: token ids.
+        model: model that scores.
+        cache: cache in place of the contexts, with one example per row or one for all rows; None:
+            there are no contexts.
+        prompts: token ids of each prompt.
+        answers: token ids of each answer.
     """
     rows = []
     for prompt, answer in zip(prompts, answers, strict=True):
         rows.append(torch.tensor([*prompt, *answer]))
-    # padding is behind everything that is scored in its row
+    # the padding follows all tokens that are scored in its row
     ids = pad_sequence(rows, batch_first=True).to(model.device)
     check_token_ids(model, ids)
     if cache is None:
@@ -272,12 +273,13 @@ def token_nll(
 def answer_ids(
     tokenizer: PreTrainedTokenizerBase, question: str, answer: str
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Token ids of a question behind a text, and of the answer behind the question.
+    """Token ids of a question that follows a text, and of the answer that follows the question.
 
-    If a token would span question and answer, the answer is encoded as behind other text.
+    If a token would span the question and the answer, the answer is encoded separately, as a text
+    that follows another text.
 
     Raises:
-        InputError: the tokenizer does not give the answer's text back.
+        InputError: decoding the answer's tokens does not restore its text.
     """
     encoder = TextEncoder(tokenizer)
     question_ids = encoder.behind(question)

@@ -1,4 +1,4 @@
-"""What compression and answers from a compact cache cost: seconds, memory, tokens per second."""
+"""Costs of compression and of answers from a compact cache: seconds, memory, tokens per second."""
 
 import statistics
 import time
@@ -14,7 +14,7 @@ from kvcat.models import plain_generation, positions_of
 
 MAX_RUNS = 3
 MAX_SECONDS = 2.0
-PROMPT_TOKENS = 32  # of the answers that are timed
+PROMPT_TOKENS = 32  # length of the prompt of a timed answer
 ANSWER_TOKENS = 16
 _TIMED_ANSWERS = 2
 _MIB = 2**20
@@ -25,9 +25,10 @@ T = TypeVar("T")
 
 
 class Meter:
-    """Seconds and peak memory, added up over the blocks of ``measured``.
+    """The total seconds and the peak memory of the blocks of ``measured``.
 
-    The peak is what torch allocated on CUDA above what it held when the meter was made; else None.
+    The peak is the CUDA memory that torch allocated above its allocation when the meter was made.
+    It is None without CUDA.
     """
 
     def __init__(self, *, cuda: bool, clock: Clock = time.perf_counter) -> None:
@@ -39,7 +40,7 @@ class Meter:
 
     @contextmanager
     def measured(self) -> Iterator[None]:
-        """Count what the block uses."""
+        """Add the time and memory of the block to the meter."""
         if self._cuda:
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
@@ -61,11 +62,12 @@ def measure(
     max_seconds: float = MAX_SECONDS,
     clock: Clock = time.perf_counter,
 ) -> list[tuple[dict[str, Any], T]]:
-    """Cost of each cache that ``make`` yields, with the result of ``use`` on it.
+    """The cost of each cache that ``make`` yields, with the result of ``use`` on it.
 
-    A cost has the cache's step and bytes, and the seconds and peak memory of ``make`` until it
-    yielded the cache, without those of ``use``. Work of at most ``max_seconds`` runs ``MAX_RUNS``
-    times; seconds are the median. The first run of a process is slower: call ``make`` once before.
+    A cost has the cache's step and bytes, and the seconds and peak memory that ``make`` used until
+    it yielded the cache. It does not include ``use``. Work of at most ``max_seconds`` runs
+    ``MAX_RUNS`` times, and the median time is reported. The first run in a process is slower, so
+    call ``make`` once before.
     """
     results: list[T] = []
 
@@ -109,12 +111,13 @@ def _costs_of_run(
 
 @torch.no_grad()
 def answer_speed(trace: Trace, cache: CompactCache) -> dict[str, float]:
-    """Seconds to the first token of an answer, ``ttft``, and ``tokens_per_s`` after it.
+    """Time to the first token of an answer, ``ttft`` in seconds, and then ``tokens_per_s``.
 
-    The same on the dense cache ends in ``_dense``. Answers are decoded greedily, and the fastest
-    of two runs counts. Empty if an answer would exceed the model's positions.
+    The figures for the dense cache have the suffix ``_dense``. Answers are decoded greedily, and
+    the faster of two runs counts. The result is empty if an answer would exceed the model's
+    positions.
     """
-    # any tokens but the document from its beginning
+    # any tokens will do, except the beginning of the document itself
     prompt = trace.input_ids[:1, 1 : 1 + PROMPT_TOKENS]
     num_tokens = trace.prefix_len + prompt.shape[1] + ANSWER_TOKENS
     if num_tokens > positions_of(trace.model.config):
@@ -131,7 +134,7 @@ def answer_speed(trace: Trace, cache: CompactCache) -> dict[str, float]:
 def _seconds_of_answer(
     trace: Trace, cache: CompactCache, prompt: torch.Tensor, num_tokens: int
 ) -> float:
-    """Seconds until so many tokens are decoded after a prompt, the fastest of two runs."""
+    """Seconds to decode a number of tokens after a prompt: the faster of two runs."""
     model: Any = trace.model
     seconds = []
     for _ in range(_TIMED_ANSWERS):

@@ -1,6 +1,6 @@
-"""What an evaluation is: options, examples, metrics, and what a report shows of it.
+"""Base classes of evaluations: options, examples, metrics and facts for the report.
 
-Nothing here imports torch, so that help texts and complaints about options come at once.
+Nothing here imports torch, so that help texts and errors about options appear immediately.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,26 +20,26 @@ if TYPE_CHECKING:
     from kvcat.evals.task import Method, Task
 
 BatchSize = Annotated[Count, tyro.conf.arg(help="Examples per forward pass.")]
-DataSeed = Annotated[Seed, tyro.conf.arg(help="Seed of the draw of examples.")]
+DataSeed = Annotated[Seed, tyro.conf.arg(help="Seed of the random selection of examples.")]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReportFacts:
-    """What a report shows of an evaluation.
+    """Facts about an evaluation that its report needs.
 
     Args:
-        title: of its section.
-        metrics: names in ``METRICS`` for tables and plots, in this order: the one that decides,
-            what a user gets, the price, others.
-        example_name: what one example is called.
-        stratum_name: what a stratum is called.
-        plotted_metrics: drawn against the slots kept; empty: the first two metrics, if they have
-            the same unit.
-        reported_steps: gradient steps in the tables besides the last one.
-        step_metrics: drawn against gradient steps; empty: the deciding one.
-        averages: strata whose mean is reported, by a name for them.
-        sizes: how long the examples are, with settings of the results folder in braces, such as
-            "{length} tokens each"; empty: not shown.
+        title: title of its section.
+        metrics: names in ``METRICS`` for tables and plots, in this order: the deciding metric, the
+            quality on the compact cache, the loss of dense quality, others.
+        example_name: name for one example, such as "window".
+        stratum_name: name for one stratum, such as "task".
+        plotted_metrics: metrics that are plotted against the slots kept; empty: the first two
+            metrics, if they have the same unit.
+        reported_steps: gradient steps that tables show in addition to the last one.
+        step_metrics: metrics that are plotted against gradient steps; empty: the deciding one.
+        averages: averages over strata that are reported: by name, the strata.
+        sizes: text about the length of the examples, with settings of the results folder in braces,
+            such as "{length} tokens each"; empty: not shown.
     """
 
     title: str
@@ -54,22 +54,22 @@ class ReportFacts:
 
     @property
     def deciding(self) -> str:
-        """The metric that decides where no other is named."""
+        """The metric of the primary cell if the user names none."""
         return self.metrics[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PaperFigures:
-    """Which figures of the KV-CAT paper belong to an evaluation (``paper_tables.csv``).
+    """The figures in the KV-CAT paper that belong to an evaluation (``paper_tables.csv``).
 
     Args:
-        metrics: the paper's metric, by ours.
-        names_model: whether the paper says which model the figures are of.
-        compresses: whether they are of compressed caches.
-        all_strata: what the paper calls all strata together.
-        average: the one of our averages over strata that the paper prints.
-        corpora: the paper's name of a data set, by ours; empty: it used one.
-        main_corpus: with ``corpora``, the data set of the figures that name none.
+        metrics: name of the paper's metric, by name of our metric.
+        names_model: whether the paper names the model of these figures.
+        compresses: whether the figures are for compressed caches.
+        all_strata: the paper's name for all strata together.
+        average: name of our average over strata that the paper prints as well.
+        corpora: the paper's name of a data set, by our name; empty: the paper used one data set.
+        main_corpus: with ``corpora``, the data set of those figures for which the paper names none.
     """
 
     metrics: Mapping[str, str]
@@ -83,15 +83,15 @@ class PaperFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class LinePlot:
-    """A line per model over a whole number, on two logarithmic axes.
+    """A plot with a line per model over a whole number, on two logarithmic axes.
 
     Args:
-        title: of the plot.
-        rows: a point of each line per row; ``model`` names the line.
-        x: column of the whole number.
-        panels: title of a panel by the column that it shows; all panels have one scale.
-        x_label, y_label: of the axes.
-        unit: of the values.
+        title: title of the plot.
+        rows: one point per row; the column ``model`` names its line.
+        x: column with the whole number.
+        panels: by column, the title of the panel that shows it; all panels have the same scale.
+        x_label, y_label: labels of the axes.
+        unit: unit of the values.
     """
 
     title: str
@@ -105,13 +105,13 @@ class LinePlot:
 
 @dataclass(frozen=True, kw_only=True)
 class ResultTable:
-    """What an evaluation prints and writes next to its records in place of a report.
+    """A table that an evaluation prints, and writes next to its records, instead of a report.
 
     Args:
-        name: of the files NAME.csv and NAME.png.
-        frame: for the CSV file.
-        text: to print.
-        plot: of the table.
+        name: name of the files NAME.csv and NAME.png.
+        frame: content of the CSV file.
+        text: text to print.
+        plot: plot of the table.
     """
 
     name: str
@@ -122,73 +122,73 @@ class ResultTable:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """An evaluation; a subclass is a frozen dataclass with ``kw_only=True``.
+    """Base class of evaluations; a subclass is a frozen dataclass with ``kw_only=True``.
 
-    Its fields are the options of ``kvcat eval NAME``, their docstrings and its own the help text.
-    An instance holds the options of one command. NAME is the file's name in
-    ``kvcat.evals.evaluations``, or the entry point of another package in the group
+    The fields of a subclass are the options of ``kvcat eval NAME``. Its docstring and those of its
+    fields are the help text. An instance holds the options of one command. NAME is the file's name
+    in ``kvcat.evals.evaluations``, or the entry point of another package in the group
     ``kvcat.evaluations``.
     """
 
     facts: ClassVar[ReportFacts]
-    """What a report shows."""
+    """Facts that the report needs."""
     new_metrics: ClassVar[Mapping[str, Metric]] = {}
-    """Metrics that no other evaluation has, by name."""
+    """Metrics by name that only this evaluation has."""
     paper: ClassVar[PaperFigures | None] = None
-    """The KV-CAT paper's figures for it; None: there are none."""
+    """The KV-CAT paper's figures for this evaluation; None: there are none."""
     folder_option: ClassVar[str] = ""
-    """The option of which every value is evaluated in its own folder; empty: there is none."""
+    """An option whose values are evaluated in separate folders; empty: there is none."""
 
     models: tyro.conf.Positional[Models]
     out: Path
-    """Folder to write; a stopped evaluation continues. Processes of torchrun share the work."""
+    """Results folder. A stopped evaluation continues there; processes of torchrun share work."""
     device: Device = "cpu"
     dtype: Dtype = "float32"
     data_seed: DataSeed = 0
     batch_size: BatchSize = 8
 
     def make_task(self, tokenizer: Any, value: Any) -> "Task":
-        """The examples and how they are scored.
+        """The task: examples, and their scoring.
 
         Args:
-            tokenizer: of the first model.
-            value: of the ``folder_option``; None: its default, or there is no such option.
+            tokenizer: tokenizer of the first model.
+            value: value of the ``folder_option``; None: its default, or there is no such option.
         """
         raise NotImplementedError
 
     def method_specs(self) -> list[str]:
-        """The methods to evaluate, each NAME or NAME,option=value,...; none without compression."""
+        """The methods to evaluate: NAME or NAME,option=value,... each; empty: dense model only."""
         return []
 
     def settings(self) -> dict[str, Any]:
-        """Further arguments of ``kvcat.evals.evaluate``."""
+        """Further arguments for ``kvcat.evals.evaluate``."""
         return {"methods": [], "keep_ratios": [], "batch_size": self.batch_size}
 
     def result_table(self, records: "Sequence[Record]") -> ResultTable | None:  # noqa: ARG002
-        """What is printed at the end in place of the figures of a report; None: these."""
+        """The table to print at the end; None: the main figures of the report are printed."""
         return None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CompressingEvaluation(Evaluation):
-    """An evaluation of compressed caches, with the options for methods and keep ratios."""
+    """Base class of evaluations of compressed caches, with options for methods and keep ratios."""
 
     default_keeps: ClassVar[tuple[float, ...]] = (0.05, 0.1, 0.2, 0.4)
-    """Fractions of the slots that caches keep if no others are given."""
+    """Default fractions of the slots that caches keep."""
 
     method: Strings = ()
-    """Methods, NAME or NAME,option=value,... (docs/compress.md); attention-matching by default."""
+    """Methods: NAME or NAME,option=value,... (docs/compress.md); default: attention-matching."""
     keep: Fractions = ()
     """Fractions of the slots to KEEP, each in (0, 1]."""
     seed: Seeds = ()
-    """Seeds of compressors that draw; the report averages the records of several. 0 by default."""
+    """Seeds of randomised compressors; the report averages over them. Default: 0."""
     primary: Annotated[
         tuple[str, float, str] | None,
         tyro.conf.arg(metavar="METHOD KEEP METRIC"),
     ] = None
-    """The cell that decides, such as attention-matching 0.1 nll; by default the first of each."""
+    """Primary cell, such as attention-matching 0.1 nll; default: first method, keep and metric."""
     speed: bool = False
-    """Also time answers: seconds to the first token, tokens per second."""
+    """Also time answers: seconds to the first token, and tokens per second after it."""
 
     def method_specs(self) -> list[str]:  # noqa: D102
         return flat(self.method) or ["attention-matching"]
@@ -213,7 +213,7 @@ class CompressingEvaluation(Evaluation):
 
 
 def parse_methods(specs: list[str]) -> "list[Method]":
-    """The methods of a command line; ``InputError`` for an unknown one or wrong options."""
+    """The methods of a command line; ``InputError`` if one is unknown or has wrong options."""
     from kvcat.compress import make_compressor, parse_method
     from kvcat.evals.task import Method
 

@@ -1,4 +1,4 @@
-"""Texts of an exact number of tokens, made of lines: neutral sentences, random draws, filling."""
+"""Texts with an exact number of tokens: neutral sentences, random draws and padding lines."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -17,9 +17,10 @@ _Item = TypeVar("_Item")
 
 
 class Pieces:
-    """Token ids of pieces of text.
+    """An encoder that turns pieces of text into token ids.
 
-    Each piece is encoded as behind other text, so that it has the same tokens at every place.
+    Each piece is encoded as a text that follows another text, so that its tokens are the same
+    everywhere.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -28,7 +29,7 @@ class Pieces:
         self._ids: dict[str, tuple[int, ...]] = {}
 
     def __call__(self, text: str) -> tuple[int, ...]:
-        """Token ids of a piece, without special tokens; ``InputError`` for a piece without any."""
+        """Token ids of a piece, without special tokens; ``InputError`` if it has no tokens."""
         ids = self._ids.get(text)
         if ids is None:
             ids = tuple(self._encoder.behind(text))
@@ -39,18 +40,18 @@ class Pieces:
         return ids
 
     def count(self, texts: Sequence[str]) -> int:
-        """Tokens of some pieces."""
+        """The total number of tokens in the pieces."""
         return sum(len(self(text)) for text in texts)
 
     def remaining(self, num_tokens: int, texts: Sequence[str]) -> int:
-        """Tokens that remain after these pieces; ``InputError`` if they do not fit."""
+        """The number of tokens left after these pieces; ``InputError`` if they do not fit."""
         needed = self.count(texts)
         if needed > num_tokens:
-            raise InputError(f"{num_tokens} tokens are too few: the text takes at least {needed}")
+            raise InputError(f"{num_tokens} tokens are too few: the text needs at least {needed}")
         return num_tokens - needed
 
     def fitting(self, lines: Iterator[str], num_tokens: int) -> list[str]:
-        """The first lines of an endless iterator, as many as fit into so many tokens."""
+        """The longest sequence of first lines that fits into a number of tokens."""
         fitting_lines = []
         remaining = num_tokens
         for line in lines:
@@ -63,9 +64,9 @@ class Pieces:
     def filled(
         self, lines: Sequence[str], padding: Iterator[str], num_tokens: int
     ) -> tuple[int, ...]:
-        """Token ids of lines that fit, and before them the end of padding lines.
+        """Token ids of the given lines, preceded by the end of the padding lines.
 
-        Together they are exactly ``num_tokens``.
+        Together they have exactly ``num_tokens`` tokens.
         """
         body = [token for line in lines for token in self(line)]
         num_missing = num_tokens - len(body)
@@ -76,15 +77,15 @@ class Pieces:
 
 
 def draws(*key: object) -> random.Random:
-    """A random stream that is a function of the key alone.
+    """A random stream that depends only on the key.
 
-    Only its method ``random`` gives the same numbers in every version of Python.
+    Use only its method ``random``, which gives the same numbers in every version of Python.
     """
     return random.Random(":".join(map(str, key)))
 
 
 def pick(draw: random.Random, items: Sequence[_Item]) -> _Item:
-    """One of the items, all with equal probability."""
+    """One of the items, drawn uniformly."""
     return items[int(draw.random() * len(items))]
 
 
@@ -95,11 +96,11 @@ def shuffled(draw: random.Random, items: Sequence[_Item]) -> list[_Item]:
 
 
 def number(draw: random.Random, num_digits: int) -> str:
-    """A number of so many decimal digits, any of which may be 0."""
+    """A random number as text, with a fixed number of decimal digits; the first may be 0."""
     return f"{int(draw.random() * 10**num_digits):0{num_digits}d}"
 
 
 def filler_lines(draw: random.Random) -> Iterator[str]:
-    """Neutral sentences in random order with repetition, one per line, without end."""
+    """An endless iterator over neutral sentences, drawn with replacement, one per line."""
     while True:
         yield pick(draw, FILLER) + "\n"

@@ -19,7 +19,7 @@ _TAILS = [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0]
 _MEDIAN_CHUNKS = 10
 _CHUNK_ELEMENTS = 2**22
 _STEP = 1e-4
-# resamples of fewer documents often hold copies of one alone, which have no standard error
+# resamples of fewer documents often hold copies of a single one, which have no standard error
 _FEWEST_FOR_BOOTSTRAP_T = 5
 Array = np.ndarray
 Names = Sequence[str] | Array
@@ -27,45 +27,45 @@ Names = Sequence[str] | Array
 
 @dataclass(frozen=True)
 class Estimate:
-    """A figure with its 95 % interval; the ends are NaN if a single document cannot give one."""
+    """A figure with its 95 % interval; the ends are NaN if there is only one document."""
 
     value: float
     low: float = math.nan
     high: float = math.nan
 
     def excludes(self, value: float) -> bool:
-        """Whether the interval lies wholly on one side of a value."""
+        """Whether a value lies outside the interval."""
         return bool(self.low > value or self.high < value)
 
     def union(self, other: "Estimate") -> "Estimate":
-        """The figure with an interval that holds both intervals."""
+        """The figure, with the smallest interval that contains both intervals."""
         low = float(np.fmin(self.low, other.low))
         high = float(np.fmax(self.high, other.high))
         return Estimate(self.value, low, high)
 
 
 NO_ESTIMATE = Estimate(math.nan)
-"""The figure of an undefined value."""
+"""The estimate of an undefined value."""
 
 
 class _Mean(NamedTuple):
-    """A mean over windows that a figure is a function of."""
+    """A mean over windows on which a figure depends."""
 
-    document_sums: Float[Array, " documents"]  # of the column minus a constant
+    document_sums: Float[Array, " documents"]  # sums of the column minus a constant
     values: Float[Array, " draws"]  # minus the same constant
 
 
 @dataclass(frozen=True, eq=False)
 class Draws:
-    """A figure of the data, then of every resample. Figures of one bootstrap subtract and divide.
+    """A figure for the data and for every resample. Figures from one bootstrap subtract and divide.
 
     Args:
-        values: of the figure.
-        means: that the figure is a function of; None where it is no function of means, so that
-            resamples have no standard error.
-        slopes: derivative of the figure by each mean, in every draw.
-        seed_deviations: by the names of the training seeds, how far each seed moves the figure, to
-            first order; they sum to 0.
+        values: the figure for the data, then for each resample.
+        means: the means on which the figure depends; None if it is not a function of means, in
+            which case resamples have no standard error.
+        slopes: derivative of the figure with respect to each mean, in every draw.
+        seed_deviations: by the names of the training seeds, the first-order change of the figure
+            due to each seed; the changes sum to 0.
     """
 
     values: Float[Array, " draws"]
@@ -75,7 +75,7 @@ class Draws:
 
     @property
     def value(self) -> float:
-        """The figure of the data."""
+        """The figure for the data."""
         return float(self.values[0])
 
     def __sub__(self, other: "Draws") -> "Draws":
@@ -90,7 +90,7 @@ class Draws:
             return self._combined(other, ratio, 1.0 / other.values, -ratio / other.values)
 
     def _combined(self, other: "Draws", values: Array, slope: Array, other_slope: Array) -> "Draws":
-        """A function of two figures, from its values and its derivatives by both."""
+        """A function of two figures, from its values and its derivatives with respect to both."""
         means = None
         if self.means is not None and other.means is not None:
             means = self.means + other.means
@@ -103,34 +103,36 @@ class Draws:
 
 
 class ClusterBootstrap:
-    """Intervals by a bootstrap over documents, studentised, and Student's t over training seeds.
+    """Intervals from a studentised bootstrap over documents and Student's t over training seeds.
 
     Resamples draw documents with replacement, with all their windows. Two models on the same
-    windows share the resamples, so the interval of their difference is paired. With strata every
-    resample draws as many documents of each stratum as there are. Strata with a single document are
-    merged; a lone one joins the smallest other stratum.
+    windows share the resamples, so the interval of their difference is paired. With strata, every
+    resample draws as many documents from each stratum as the stratum has. Strata with a single
+    document are merged; a lone one joins the smallest other stratum.
 
     With s the standard error of the figure F and F_b, s_b those of resample b, the documents'
     interval is [F - s q(.975), F - s q(.025)], q the quantiles of (F_b - F) / s_b (bootstrap-t);
-    each end is at least as far from F as Student's t has it. The standard errors are those of the
-    linearised figure. Nominal 95 % cover 93 to 97 % with twelve documents that are normal,
-    exponential or Laplace; heavier tails less (92 % of log-normal ones with sigma 1). With fewer
-    than five documents the interval is Student's alone; of a figure that is no function of means
-    (a median) it is the percentile interval.
+    each end is at least as far from F as the end of Student's t interval. The standard errors are
+    those of the linearised figure. With twelve documents from a normal, exponential or Laplace
+    distribution, nominal 95 % intervals cover 93 to 97 %; with heavier tails they cover less (92 %
+    for a log-normal distribution with sigma 1). With fewer than five documents, the interval is
+    Student's t interval. For a figure that is not a function of means, such as a median, it is the
+    percentile interval.
 
-    S > 1 training seeds add F +/- t s, with s^2 = sum_s d_s^2 / (S (S - 1)), d_s what seed s moves
-    the figure by, and t with S - 1 degrees of freedom. Both intervals become one by adding the
-    squares of their halves below F, and above (MOVER).
+    S > 1 training seeds add the interval F +/- t s with s^2 = sum_s d_s^2 / (S (S - 1)). Here d_s
+    is the change of the figure due to seed s, and t has S - 1 degrees of freedom. The two intervals
+    are combined by adding the squares of their lower half-widths, and of their upper ones (MOVER).
 
     Args:
         documents: name of each window's document, in the order of the windows.
-        strata: name of each window's stratum; None is one stratum of all.
-        seeds: names of the training seeds; columns then have a row per seed. Empty: one run.
-        num_resamples: equal documents and strata give equal resamples.
+        strata: name of each window's stratum; None: all windows are in one stratum.
+        seeds: names of the training seeds, in which case columns have a row per seed; empty: one
+            run.
+        num_resamples: number of resamples; they are the same for equal documents and strata.
 
     Raises:
-        InputError: a document in two strata.
-        ValueError: not one stratum per window.
+        InputError: a document is in two strata.
+        ValueError: the number of strata differs from the number of windows.
 
     References: Field and Welsh 2007, "Bootstrapping clustered data"; Davison and Hinkley 1997,
     sections 2.4, 2.7.2, 5.2.1 (bootstrap-t) and 3.2 (strata); Zou and Donner 2008, "Construction of
@@ -159,12 +161,12 @@ class ClusterBootstrap:
     def of_means(
         self, function: Callable[..., Array], *columns: Float[Array, "*seeds windows"]
     ) -> Draws:
-        """``function``, element by element, of the means of columns over windows and seeds."""
+        """``function`` of the columns' means over windows and seeds, element by element."""
         means = []
         offsets = []
         seed_moves = []
         for column in columns:
-            offset = column.flat[0]  # so that constant columns stay constant to the last bit
+            offset = column.flat[0]  # keeps constant columns exactly constant
             rows = np.atleast_2d(column) - offset  # (seeds, windows)
             sums = np.bincount(self._document_of, weights=rows.mean(axis=0))
             means.append(_Mean(sums, self._counts @ sums / self._num_windows))
@@ -180,7 +182,7 @@ class ClusterBootstrap:
         return Draws(values, tuple(means), slopes, self._by_seeds(moves))
 
     def median(self, values: Float[Array, "*seeds windows"]) -> Draws:
-        """Median over windows, the mean of the seeds' medians."""
+        """The median over windows, averaged over the seeds."""
         by_seed = np.stack([self._median_of_seed(row) for row in np.atleast_2d(values)])
         medians = by_seed.mean(axis=0)
         return Draws(medians, None, (), self._by_seeds(by_seed[:, 0] - medians[0]))
@@ -196,14 +198,14 @@ class ClusterBootstrap:
         for counts in np.array_split(self._counts, _MEDIAN_CHUNKS):  # bounds the memory
             num_up_to = np.cumsum(counts[:, document_of], axis=1)  # (draws, windows)
             total = num_up_to[:, -1:]
-            # the two middle windows, which are one where their number is odd
+            # the two middle windows, which coincide if the number of windows is odd
             lower = np.argmax(num_up_to > (total - 1) // 2, axis=1)
             upper = np.argmax(num_up_to > total // 2, axis=1)
             medians.append((ascending[lower] + ascending[upper]) / 2.0)
         return np.concatenate(medians)
 
     def estimate(self, draws: Draws) -> Estimate:
-        """The figure with its interval; without one where there is a single document."""
+        """The figure with its interval; without an interval if there is only one document."""
         if self.num_documents == 1 or np.isnan(draws.values).any():
             return Estimate(draws.value)
         low, high = self._documents_interval(draws)
@@ -216,7 +218,7 @@ class ClusterBootstrap:
         return Estimate(draws.value, draws.value - below, draws.value + above)
 
     def _documents_interval(self, draws: Draws) -> tuple[float, float]:
-        """Ends of the interval that resamples of the documents give."""
+        """The ends of the interval from resamples of the documents."""
         if draws.means is None:
             low, high = np.quantile(draws.values[1:], _TAILS, method="inverted_cdf")
             return float(low), float(high)
@@ -236,11 +238,11 @@ class ClusterBootstrap:
         return float(value - max(half, error * upper)), float(value + max(half, -error * lower))
 
     def _standard_errors(self, draws: Draws, means: tuple[_Mean, ...]) -> Float[Array, " draws"]:
-        """Standard error of the figure in every draw, over documents within strata.
+        """The standard error of the figure in every draw, over documents within strata.
 
         Document d moves the figure by u_d / (number of windows), with u_d the sum over the means of
-        slope * (document sum - mean * windows of d). In a stratum of D documents that a draw holds
-        c_d times the variance is D / (D - 1) * sum_d c_d (u_d - mean u)^2 / windows^2.
+        slope * (document sum - mean * windows of d). In a stratum of D documents, which a draw
+        holds c_d times each, the variance is D / (D - 1) * sum_d c_d (u_d - mean u)^2 / windows^2.
         """
         sums = np.stack([mean.document_sums for mean in means])  # (means, documents)
         slopes = np.stack(draws.slopes, axis=1)  # (draws, means)
@@ -256,7 +258,7 @@ class ClusterBootstrap:
     def _sum_of_squares(
         self, moves: Float[Array, "draws documents"], counts: Float[Array, "draws documents"]
     ) -> Float[Array, " draws"]:
-        """Sum over the documents of a draw of the squares about the mean of their stratum."""
+        """The sum of squared deviations of a draw's documents from the mean of their stratum."""
         total = np.zeros(len(moves))
         for stratum in range(self._stratum_of.max() + 1):
             members = self._stratum_of == stratum
@@ -268,14 +270,14 @@ class ClusterBootstrap:
         return total
 
     def mean(self, values: Float[Array, "*seeds windows"]) -> Estimate:
-        """Mean over windows, with its interval."""
+        """The mean over windows, with its interval."""
         return self.estimate(self.of_means(np.asarray, values))
 
 
 def _slope(
     function: Callable[..., Array], points: list[Float[Array, " draws"]], index: int
 ) -> Float[Array, " draws"]:
-    """Derivative of a function by one of its arguments, from a central difference."""
+    """The derivative of a function with respect to one argument, from a central difference."""
     step = _STEP * max(float(np.std(points[index])), _STEP * float(np.abs(points[index]).max()))
     if step == 0.0:
         return np.zeros_like(points[index])
@@ -286,9 +288,9 @@ def _slope(
 
 
 def _seeds_half_width(draws: Draws) -> float:
-    """Half the width of the interval that the training seeds alone give; 0 for one seed.
+    """Half the width of the interval from the training seeds alone; 0 for one seed.
 
-    Different sets of seeds are independent, equal ones are paired.
+    Different sets of seeds are treated as independent, and equal sets as paired.
     """
     square = 0.0
     for error, degrees in _seed_errors(draws):
@@ -319,7 +321,7 @@ def _seed_errors(draws: Draws) -> list[tuple[float, int]]:
 
 
 def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
-    """Rank of the stratum of each document, in the order of the documents' names."""
+    """The rank of each document's stratum, in the order of the documents' names."""
     stratum_of: dict[str, str] = {}
     for document, stratum in zip(documents, strata, strict=True):
         first = stratum_of.setdefault(document, stratum)
@@ -341,13 +343,13 @@ def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array, "draws documents"]:
-    """How often the data themselves and each resample hold each document."""
+    """The number of times that the data, and each resample, contain each document."""
     stratum_of = np.array(ranks)
     counts = np.ones((1 + num_resamples, len(ranks)))
     for stratum in range(stratum_of.max() + 1):
         members = np.flatnonzero(stratum_of == stratum)
         seed = [0, len(members)]
-        if stratum > 0:  # the first stratum has the seed of data without strata
+        if stratum > 0:  # the first stratum uses the seed of data without strata
             seed.append(stratum)
         generator = np.random.default_rng(seed)
         chances = np.full(len(members), 1.0 / len(members))
@@ -357,10 +359,10 @@ def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array,
 
 
 def wilson(successes: float | int, num_trials: float | int) -> Estimate:
-    """A proportion with Wilson's score interval, which has a width at 0 and at 100 % as well.
+    """A proportion with Wilson's score interval, whose width is positive even at 0 and 100 %.
 
-    All p with |p_hat - p| <= z sqrt(p (1 - p) / n), z the normal quantile. Successes may be
-    fractional, where a trial is a document of several examples.
+    The interval contains all p with |p_hat - p| <= z sqrt(p (1 - p) / n), where z is the normal
+    quantile. Successes may be fractional if a trial is a document with several examples.
 
     References: Wilson 1927; Brown, Cai and DasGupta 2001, "Interval estimation for a binomial
     proportion".
@@ -369,16 +371,16 @@ def wilson(successes: float | int, num_trials: float | int) -> Estimate:
     square = _Z**2 / num_trials
     centre = (rate + square / 2.0) / (1.0 + square)
     half = math.sqrt(square * rate * (1.0 - rate) + square**2 / 4.0) / (1.0 + square)
-    low = 0.0 if successes == 0 else min(centre - half, rate)  # rounding would leave 1e-18
+    low = 0.0 if successes == 0 else min(centre - half, rate)  # avoids a rounding error of 1e-18
     high = 1.0 if successes == num_trials else max(centre + half, rate)
     return Estimate(rate, low, high)
 
 
 def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
-    """Mean of scores between 0 and 1 with Wilson's interval at n = number of documents.
+    """The mean of scores in [0, 1] with Wilson's interval for n = number of documents.
 
-    Rather too wide than too narrow: no variable in [0, 1] with mean p varies more than p (1 - p),
-    and examples of one document count as copies of one another.
+    The interval is conservative: the variance of a variable in [0, 1] with mean p is at most p (1 -
+    p), and examples from one document count as copies of one another.
     """
     num_documents = len(set(documents))
     return wilson(float(scores.mean()) * num_documents, num_documents)
@@ -387,13 +389,13 @@ def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
 def share_difference(
     first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Names
 ) -> tuple[Estimate, float]:
-    """Difference of two mean scores in [0, 1] with Agresti and Min's interval, and its p-value.
+    """The difference of two mean scores in [0, 1] with Agresti and Min's interval and p-value.
 
-    The scores are of the same examples. Half a document is added to each of four outcomes: both
-    right, neither, the first alone, the second alone. With d_i the difference of document i of n,
-    scaled so that their mean is the difference, m = sum d / (n + 2) and
-    s^2 = ((sum d^2 + 1) / (n + 2) - m^2) / (n + 2), the interval is m +/- z s and
-    p = 2 Phi(-|m| / s). It is never of zero width.
+    Both models are scored on the same examples. Half a document is added to each of four outcomes:
+    both are right, neither is, only the first is, only the second is. Let d_i be the difference on
+    document i of n, scaled so that the mean of all d_i is the difference. With m = sum d / (n + 2)
+    and s^2 = ((sum d^2 + 1) / (n + 2) - m^2) / (n + 2), the interval is m +/- z s, whose width is
+    never zero, and p = 2 Phi(-|m| / s).
 
     References: Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
     proportions".

@@ -1,4 +1,4 @@
-"""LongBench v2 with a compressed context: the likelihoods of four answers after the question."""
+"""LongBench v2 on compressed contexts, scored by the likelihoods of the four answers."""
 
 import hashlib
 from collections import Counter
@@ -25,7 +25,7 @@ HUB_SOURCE = "hub:zai-org/LongBench-v2"
 MAX_TOKENS = 32_768
 LETTERS = ("A", "B", "C", "D")
 # 221 of 503 rows. Academic and Legal occur in Single- and in Multi-Document QA; the paper's
-# accuracies are multiples of 1/94 and 1/33, so it counts both.
+# accuracies are multiples of 1/94 and 1/33, so the paper counts both.
 PAPER_SUB_DOMAINS = (
     "Academic",
     "Agent history QA",
@@ -36,8 +36,9 @@ PAPER_SUB_DOMAINS = (
     "Table QA",
 )
 
-# Words as in the KV-CAT paper's appendix, line breaks as in LongBench v2's prompts/0shot.txt. That
-# template also has <text> tags and a line "Choices:", which the paper's prompt does not name.
+# The words are those of the KV-CAT paper's appendix, the line breaks those of LongBench v2's
+# prompts/0shot.txt. That template also has <text> tags and a line "Choices:", which the paper's
+# prompt does not name.
 LEAD = "Please read the following text and answer the question below.\n\n"
 QUESTION = (
     "\n\nWhat is the correct answer to this question: {question}"
@@ -49,9 +50,9 @@ _CHOICES = tuple(f"choice_{letter}" for letter in LETTERS)
 
 @dataclass(frozen=True)
 class LongBenchExample:
-    """A question about a long text, with the answers A to D and the letter of the right one."""
+    """A question about a long text, with the answers A to D and the letter of the right answer."""
 
-    document: str  # a hash of the context: questions about one text are resampled together
+    document: str  # hash of the context: questions about one text are resampled together
     name: str  # the row's ``_id``
     stratum: str  # its sub-domain
     context: str
@@ -69,19 +70,19 @@ def make_task(
     keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
     bos: Bos = "auto",
 ) -> "LongBenchTask":
-    """The LongBench evaluation on rows in the released schema.
+    """The LongBench v2 evaluation on rows with the released columns.
 
-    The order depends on the examples' names alone, so that the first n are a fair sample.
+    The order depends only on the examples' names, so that the first n are a random sample.
 
     Args:
-        data: source, as in ``read_rows``.
-        sub_domains: whose rows are used; None: all.
-        limit: of the examples; None: none.
+        data: source of the rows, as in ``read_rows``.
+        sub_domains: sub-domains whose rows are used; None: all.
+        limit: largest number of examples; None: no limit.
         max_tokens, keep_ratios, bos: as in ``LongBenchTask``.
 
     Raises:
-        InputError: as ``read_rows``; a row without a valid text or answer or with the ``_id`` of
-            another, or no row of the sub-domains.
+        InputError: as in ``read_rows``; a row lacks a valid text or answer, or has the ``_id`` of
+            another row; no row is in the sub-domains.
     """
     examples: dict[str, LongBenchExample] = {}
     strata: dict[str, str] = {}
@@ -91,7 +92,7 @@ def make_task(
             raise InputError(
                 f"row {number} of {data} has the _id {example.name!r} of an earlier row"
             )
-        # a text that two sub-domains ask about is a document in each
+        # a text with questions from two sub-domains is a separate document in each
         if strata.setdefault(example.document, example.stratum) != example.stratum:
             example = replace(example, document=f"{example.document} {example.stratum}")
         examples[example.name] = example
@@ -113,7 +114,7 @@ def make_task(
 
 
 def _example(row: Any, where: str) -> LongBenchExample:
-    """The example of a row; ``where`` names the row in an ``InputError``."""
+    """The example in a row; ``where`` names the row in an ``InputError``."""
     texts = {}
     for column in ("_id", "sub_domain", "context", "question", *_CHOICES, "answer"):
         text = row.get(column) if isinstance(row, dict) else None
@@ -136,16 +137,16 @@ def _example(row: Any, where: str) -> LongBenchExample:
 
 @dataclass(frozen=True)
 class Prompt:
-    """An example as token ids, joined as ids and not as text: copies are the same tokens."""
+    """An example as token ids, joined as ids and not as text, so that copies have equal tokens."""
 
-    context: list[int]  # to be compressed: the opening, the prompt's first sentence, the text
+    context: list[int]  # compressed: the opening, the prompt's first sentence, the text
     lead_len: int  # tokens before the example's text
-    question: list[int]  # with the answers and the beginning of the reply, down to "("
+    question: list[int]  # with the answers and the beginning of the reply, up to "("
     choices: list[list[int]]  # "A)" to "D)"
-    right: int  # index of the right one
+    right: int  # index of the right answer
 
     def shortened(self, num_tokens: int) -> list[int]:
-        """As much of the context as plain text: cut in the middle, or in the first sentence."""
+        """The context, cut in the middle of the text, or within the first sentence."""
         if num_tokens < self.lead_len:
             return self.context[:num_tokens]
         lead = self.context[: self.lead_len]
@@ -159,13 +160,14 @@ def make_prompt(
     max_tokens: int,
     bos: Bos = "auto",
 ) -> Prompt:
-    """The prompt of an example, with its text cut in the middle.
+    """The prompt of an example; a text that is too long is cut in the middle.
 
     Args:
-        example: with its text.
-        tokenizer: of the model.
-        max_tokens: that the reconstruction sequence, and text with question and answer, may have.
-        bos: what the prompt begins with (``opening_ids``).
+        example: the question with its text.
+        tokenizer: tokenizer of the model.
+        max_tokens: largest length of the reconstruction sequence, and of the text with question and
+            answer.
+        bos: start of the prompt (``opening_ids``).
 
     Raises:
         InputError: fewer than two tokens remain for the context.
@@ -177,7 +179,7 @@ def make_prompt(
     question = encoder.behind(QUESTION.format(question=example.question, **answers))
     lead = opening + encoder(LEAD)
     num_instruction = len(encoder.behind(INSTRUCTION))
-    # of the two copies in a reconstruction sequence, the second has no opening
+    # the second copy in a reconstruction sequence has no opening
     most_by_copies = (max_tokens + len(opening) - num_instruction) // 2
     most_by_answer = max_tokens - len(question) - max(len(choice) for choice in choices)
     room = min(most_by_copies, most_by_answer) - len(lead)
@@ -196,7 +198,7 @@ def make_prompt(
 
 
 def cut_middle(tokens: list[int], room: int) -> list[int]:
-    """The first and the last room // 2 tokens; unchanged where there are no more than ``room``."""
+    """The first and the last room // 2 tokens; all tokens if there are at most ``room``."""
     half = room // 2
     if len(tokens) <= room:
         return tokens
@@ -205,16 +207,16 @@ def cut_middle(tokens: list[int], room: int) -> list[int]:
 
 @dataclass(frozen=True)
 class PreparedChoices(PreparedContexts):
-    """A prompt on a model."""
+    """A prompt that is scored on a model."""
 
     @property
     def room(self) -> int:
-        """Tokens of the question with the longest answer."""
+        """The number of tokens in the question with the longest answer."""
         (prompt,) = self.batch
         return len(prompt.question) + max(map(len, prompt.choices))
 
     def values(self, cache: CompactCache | None) -> list[Values]:
-        """``choice_values`` of the four answers behind the question."""
+        """``choice_values`` of the four answers after the question."""
         (prompt,) = self.batch
         opening = self.task.opening_ids(self.tokenizer) if cache is None else []
         question = [*opening, *prompt.question]
@@ -223,22 +225,22 @@ class PreparedChoices(PreparedContexts):
         return [choice_values(log_likelihoods, prompt.right)]
 
     def baseline(self, baseline: Baseline) -> list[Values]:
-        """Values without compression; of a truncated one, with as much text as the budget."""
+        """Values without compression; "truncated" sees plain text as long as the budget."""
         if baseline.name != "truncated":
             return super().baseline(baseline)
         (prompt,) = self.batch
         num_slots = slots_for(len(prompt.context), baseline.keep_ratio, None)
         context = prompt.shortened(num_slots)
-        # the question is behind it only because a trace needs a suffix
+        # the question follows the context only because a trace needs a suffix
         ids = torch.tensor([[*context, *prompt.question]], device=self.model.device)
         whole = trace(self.model, ids, len(context), room=self.room)
         return self.with_dense(self.values(whole.dense_cache()))
 
 
 def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Values:
-    """``accuracy`` and ``nll_choice`` of a question, from the log-likelihoods of its answers, nats.
+    """``accuracy`` and ``nll_choice`` of a question, from the answers' log-likelihoods in nats.
 
-    ``accuracy`` is 1 if the right answer is the most likely one (the first of equal ones), else 0;
+    ``accuracy`` is 1 if the right answer is the most likely one (the first one in a tie), else 0;
     ``nll_choice`` is minus the log of the right answer's probability among the answers.
     """
     is_right = int(log_likelihoods.argmax()) == right
@@ -248,13 +250,13 @@ def choice_values(log_likelihoods: Float[Tensor, " choices"], right: int) -> Val
 
 @dataclass(frozen=True)
 class LongBenchTask(Task):
-    """Questions about long texts; the text is compressed, the question is read on the compact
-    cache.
+    """Questions about long texts, answered from compact caches of the texts.
 
-    The prompt's first sentence and the text are compressed, fitted to
-    <context><instruction><context>. Question and answers follow uncompressed, and "A)", "B)", "C)",
-    "D)" after "The correct answer is (" are scored by total log-likelihood. Values are those of
-    ``choice_values`` on the compact cache and, named ``dense_...``, on the whole one.
+    The context is the prompt's first sentence and the text. It is compressed; compressors are
+    fitted to <context><instruction><context>. The question and the answers follow uncompressed.
+    "A)", "B)", "C)" and "D)" after "The correct answer is (" are scored by their total
+    log-likelihood. The values are those of ``choice_values`` on the compact cache and, with the
+    prefix ``dense_``, on the whole cache.
 
     References: KV-CAT, appendix "Long-form question answering under KV cache compression"; Bai et
     al. 2025, arXiv:2412.15204 (LongBench v2).
@@ -262,21 +264,21 @@ class LongBenchTask(Task):
 
     examples: Sequence[LongBenchExample]
     dataset: str
-    # of the reconstruction sequence and of the answered prompt; longer texts are cut
+    # limit for the reconstruction sequence and the answered prompt; longer texts are cut
     max_tokens: int = MAX_TOKENS
     # shares of the context that truncated baselines see as plain text
     keep_ratios: tuple[float, ...] = (0.1, 0.2, 0.5)
-    bos: Bos = "auto"  # what a prompt begins with (``opening_ids``)
+    bos: Bos = "auto"  # start of a prompt (``opening_ids``)
     evaluation: ClassVar[str] = "longbench"
 
     @property
     def baselines(self) -> tuple[Baseline, ...]:  # pyright: ignore
-        """Dense, no context, and as much plain text as each keep ratio's budget."""
+        """The whole context, no context, and truncated text with as many tokens as each budget."""
         truncated = [Baseline("truncated", keep) for keep in self.keep_ratios if keep < 1.0]
         return (*Task.baselines, *truncated)
 
     def describe(self) -> Mapping[str, Any]:
-        """Everything that the results depend on."""
+        """All settings on which the results depend."""
         num_rows = Counter(example.stratum for example in self.examples)
         described: dict[str, Any] = {} if self.bos == "auto" else {"bos": self.bos}
         described["max_tokens"] = self.max_tokens
@@ -286,11 +288,11 @@ class LongBenchTask(Task):
         return described
 
     def opening_ids(self, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-        """Token ids that a text begins with."""
+        """The token ids at the start of every text."""
         return opening_ids(tokenizer, self.bos)
 
     def batch_key(self, example: LongBenchExample) -> Hashable:
-        """Every example is its own batch: contexts differ in length."""
+        """A different key for every example, because contexts differ in length."""
         return example.name
 
     def check(
@@ -298,14 +300,14 @@ class LongBenchTask(Task):
     ) -> None:
         """Raise an ``InputError`` for a model or a question that cannot be used.
 
-        The model has no tokenizer, too few positions or too few tokens, or the question leaves no
-        room for the text.
+        The reasons are a missing tokenizer, too few positions, too small a vocabulary, or a
+        question that leaves no room for the text.
         """
         if tokenizer is None:
             raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
         check_fits(label, model, num_tokens=self.max_tokens, largest=0, what="sequences")
         for example in self.examples:
-            # without the text, which takes long to tokenise
+            # without the text, whose tokenisation is slow
             without_text = replace(example, context="")
             prompt = make_prompt(without_text, tokenizer, self.max_tokens, self.bos)
             largest = max(*prompt.context, *prompt.question, *chain(*prompt.choices))
@@ -317,6 +319,6 @@ class LongBenchTask(Task):
         tokenizer: PreTrainedTokenizerBase,
         batch: Sequence[LongBenchExample],
     ) -> Prepared:
-        """An example as token ids of the model."""
+        """An example in the model's token ids."""
         prompts = [make_prompt(example, tokenizer, self.max_tokens, self.bos) for example in batch]
         return PreparedChoices(self, model, tokenizer, prompts)

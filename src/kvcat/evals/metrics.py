@@ -1,6 +1,6 @@
-"""Metrics: figures over the examples of an evaluation, and those that several evaluations share.
+"""The class of metrics, and the metrics that several evaluations share.
 
-A metric that a single evaluation has is in the evaluation's file (``kvcat.evals.evaluations``).
+A metric of a single evaluation is defined in that evaluation's file (``kvcat.evals.evaluations``).
 """
 
 from collections.abc import Callable, Mapping
@@ -15,55 +15,55 @@ from kvcat.errors import InputError
 
 @dataclass(frozen=True, kw_only=True)
 class Metric:
-    """A figure over examples."""
+    """A figure that is computed over the examples of an evaluation."""
 
-    label: str  # column head
+    label: str  # heading of a column
     description: str  # one line for a reader
-    long_label: str = ""  # where there is room for more than the label; empty: the label
+    long_label: str = ""  # used where space allows; empty: the label
     unit: str = "nats/token"  # empty for a share
-    decimals: int = 3  # as shown
+    decimals: int = 3  # decimals in tables
     percent: bool = False  # shown in percent
     log_scale: bool = False  # drawn on a logarithmic axis
     lower_is_better: bool = True
     share: bool = False  # mean of a per-example score in [0, 1], with the interval of ``share``
-    ratio: bool = False  # the ratio of two models means something, because 0 is nothing lost
-    comparable: bool = True  # models are compared by it, because it is over the same examples
-    of_dense_model: bool = False  # the same next to every method and keep ratio
+    ratio: bool = False  # the ratio of two models is meaningful, because 0 means no loss
+    comparable: bool = True  # defined on the same examples for all models, which are compared by it
+    of_dense_model: bool = False  # the same for every method and keep ratio
     dense_metric: str = ""  # name of the same metric with the whole cache
-    shows_ability: bool = False  # with the whole cache it shows whether a model can do the task
-    chance: float = 0.0  # its value for a model that guesses
-    chance_by_stratum: Mapping[str, float] = field(default_factory=dict)  # where it differs
-    columns: tuple[str, ...] = ()  # per-example values that it uses; empty: the one of its name
-    function: Callable[..., Any] | None = np.asarray  # of their means; None: the column's median
-    defined_where: str = ""  # a column whose mean must be clearly above 0, or there is no figure
-    # columns that are no recorded values but products of two of them
+    shows_ability: bool = False  # on the whole cache, it shows ability at the task
+    chance: float = 0.0  # value for a model that guesses
+    chance_by_stratum: Mapping[str, float] = field(default_factory=dict)  # where chance differs
+    columns: tuple[str, ...] = ()  # per-example values used; empty: the one of its name
+    function: Callable[..., Any] | None = np.asarray  # of their means; None: the median
+    defined_where: str = ""  # column whose mean must be clearly above 0; empty: none
+    # columns that are products of two recorded values
     products: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     @property
     def heading(self) -> str:
-        """Head of a column of values."""
+        """The heading of a column of values."""
         return f"{self.label} (%)" if self.percent else self.label
 
     @property
     def difference_heading(self) -> str:
-        """Head of a column of differences between models."""
+        """The heading of a column of differences between models."""
         return f"{self.label} diff. (pt)" if self.percent else f"{self.label} diff."
 
     @property
     def difference_decimals(self) -> int:
-        """Decimals of a difference, which is smaller than the values."""
+        """The number of decimals of a difference, which is smaller than the values."""
         return self.decimals if self.percent else 4
 
     @property
     def scale(self) -> float:
-        """Factor from a value to the displayed figure."""
+        """The factor from a value to the displayed figure."""
         return 100.0 if self.percent else 1.0
 
 
 share_of_examples = partial(
     Metric, unit="", decimals=1, percent=True, lower_is_better=False, share=True
 )
-"""Makes the metric of a score in [0, 1]: the mean over examples, in percent, more is better."""
+"""A metric that averages a score in [0, 1] over examples, in percent; larger is better."""
 
 METRICS = {
     "nll": Metric(
@@ -81,14 +81,14 @@ METRICS = {
     ),
     "nll_dense": Metric(
         label="NLL dense",
-        description="Negative log-likelihood with the whole cache: the price paid in training.",
+        description="Negative log-likelihood with the whole cache; training may raise it.",
         long_label="Dense loss",
         of_dense_model=True,
     ),
     "context_gain": Metric(
         label="context gain",
-        description="NLL without the prefix minus dense NLL, of suffix tokens 2 onwards: the use "
-        "of the prefix.",
+        description="NLL without the prefix minus dense NLL, of suffix tokens 2 onwards: the gain "
+        "from the prefix.",
         lower_is_better=False,
         of_dense_model=True,
         shows_ability=True,
@@ -101,29 +101,30 @@ METRICS = {
     ),
     "dense_exact_match": share_of_examples(
         label="exact match, dense",
-        description="Share of examples answered rightly with the whole cache.",
+        description="Share of examples whose greedy answer on the whole cache is right.",
         of_dense_model=True,
     ),
 }
 """Every metric by its name in records, summaries and CSV files.
 
-These are shared by several evaluations; ``register_metrics`` adds those of a single one.
+Those defined here are shared by several evaluations; ``register_metrics`` adds those of a single
+evaluation.
 """
 
 _OWNERS = dict.fromkeys(METRICS, "kvcat.evals")
 
 
 def register_metrics(metrics: Mapping[str, Metric], owner: str) -> None:
-    """Add the metrics of an evaluation to ``METRICS``; a second call changes nothing.
+    """Add the metrics of an evaluation to ``METRICS``; a second call has no effect.
 
-    Two evaluations may share a metric, but not a name for two.
+    Two evaluations may share a metric, but two metrics may not share a name.
 
     Args:
-        metrics: by name.
+        metrics: metrics by name.
         owner: the class of the evaluation, for error messages.
 
     Raises:
-        InputError: another evaluation has a different metric of one of the names.
+        InputError: another evaluation has a different metric with one of these names.
     """
     for name, metric in metrics.items():
         first_owner = _OWNERS.setdefault(name, owner)

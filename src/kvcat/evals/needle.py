@@ -1,6 +1,6 @@
-"""Needle in a haystack: retrieve a passkey after the text that holds it was compressed.
+"""Needle in a haystack: a passkey is retrieved after the text that contains it was compressed.
 
-The passkey is at some depth of a text that also holds other codes.
+The text also contains other codes. The depth of the passkey in the text varies.
 """
 
 import random
@@ -32,11 +32,11 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class NeedleTask(QuestionTask):
-    """Passkeys to be retrieved from compressed haystacks; ``make_task`` makes the task.
+    """A task to retrieve passkeys from compressed haystacks; ``make_task`` creates it.
 
-    Values of an answer: ``exact_match``, 1 if the greedy answer is the passkey and no digit
-    follows, else 0; ``correct_prefix``, the share of the passkey's digits before the first wrong
-    one.
+    An answer has two values. ``exact_match`` is 1 if the greedy answer is the passkey and no digit
+    follows, else 0. ``correct_prefix`` is the share of the passkey's digits before the first wrong
+    digit.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval under KV cache compression".
     """
@@ -45,7 +45,7 @@ class NeedleTask(QuestionTask):
 
     @staticmethod
     def judge(answer: str, references: Sequence[str]) -> Values:
-        """Values of the digits that an answer begins with, after spaces."""
+        """The two values of an answer, from the digits with which it begins (after spaces)."""
         (passkey,) = references
         digits = re.match(r"\s*([0-9]*)", answer)[1]  # type: ignore[index]
         num_correct = 0
@@ -67,24 +67,24 @@ def make_task(
     seed: int = 0,
     bos: Bos = "auto",
 ) -> NeedleTask:
-    """The needle evaluation in the tokens of a tokenizer.
+    """The needle evaluation, in the tokens of a tokenizer.
 
     A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler,
-    each of which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded by
-    itself, so that the query has the same tokens as the beginning of the needle. The draws of an
-    example are a function of the seed, the index of its depth and its number alone. The first n
-    examples are spread over the depths.
+    each of which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded
+    separately, so that the query has the same tokens as the beginning of the needle. The random
+    draws of an example depend only on the seed, the index of its depth and its number. The first n
+    examples are distributed evenly over the depths.
 
     Args:
-        tokenizer: of the model.
-        length: tokens of a haystack, all before the query.
-        per_depth: examples at each of ``DEPTHS``.
-        seed: of the draws.
-        bos: what a haystack begins with (``opening_ids``).
+        tokenizer: tokenizer of the model.
+        length: number of tokens in a haystack, that is, before the query.
+        per_depth: number of examples at each of ``DEPTHS``.
+        seed: seed of the random draws.
+        bos: start of a haystack (``opening_ids``).
 
     Raises:
-        InputError: a value out of range, a haystack too short, a tokenizer that cannot spell
-            digits.
+        InputError: a value is out of range, the haystack is too short, or the tokenizer cannot
+            encode digits.
     """
     check_least(1, per_depth=per_depth)
     pieces = Pieces(tokenizer)
@@ -100,7 +100,7 @@ def make_task(
             missing = len(pieces(INSTRUCTION)) - room
             if missing > 0:
                 raise InputError(
-                    f"a haystack of {length} tokens is too short: needle and instruction take "
+                    f"a haystack of {length} tokens is too short: needle and instruction need "
                     f"{length + missing}"
                 )
             num_before = round(depth * room)
@@ -132,14 +132,14 @@ def make_task(
 def _haystack(
     pieces: Pieces, key: tuple[object, ...], passkey: str, num_tokens: int
 ) -> tuple[int, ...]:
-    """Lines of filler and distractors of exactly so many tokens, the first cut at its start."""
+    """Token ids of filler lines and distractors of an exact length; the first line is cut."""
     lines = pieces.fitting(lines_with_decoys(draws(*key), passkey), num_tokens)
     padding = filler_lines(draws(*key, "padding"))
     return pieces.filled(lines, padding, num_tokens)
 
 
 def lines_with_decoys(draw: random.Random, passkey: str) -> Iterator[str]:
-    """Lines of filler and distractors without end; no distractor holds the passkey."""
+    """An endless iterator over filler lines and distractors; no distractor contains the passkey."""
     while True:
         if draw.random() >= DISTRACTOR_RATE:
             yield next(filler_lines(draw))

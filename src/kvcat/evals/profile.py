@@ -1,10 +1,10 @@
-"""Compressibility profile: the KL of the best cache found for a prefix against its slots.
+"""Compressibility profile: the KL of the best cache found for a prefix, by number of slots.
 
-(N, epsilon, r)-compressibility asks for a cache of r(n) slots of every prefix a that serves every
-suffix b alike: || M([a, b]) - M_{C,a}(b) || < epsilon. Here several methods fit a cache to the
-first half of the text after a prefix, and the KL of the next-token distributions on the second
-half judges it. The smallest KL is an upper bound on that of the best cache on this suffix; it says
-nothing about other suffixes.
+(N, epsilon, r)-compressibility requires, for every prefix a, a cache of r(n) slots that works for
+every suffix b: || M([a, b]) - M_{C,a}(b) || < epsilon. Here several methods fit a cache to the
+first half of the text after a prefix, and the KL of the next-token distributions on the second half
+is its error. The smallest KL is an upper bound on the KL of the best possible cache on this suffix.
+It does not cover other suffixes.
 
 References: KV-CAT, section "KV Cache Compression: Problem Formulation", definition of
 (N, epsilon, r)-compressibility.
@@ -32,20 +32,20 @@ METHODS = (
     Method("snapkv"),
     Method("h2o"),
 )
-"""Methods of which the best cache is used where no others are named."""
+"""Default methods, from which the best cache is chosen."""
 
 SUPERVISION = "first-half"
-"""The ``SuffixTask``'s supervision: no cache is judged by the text that it was fitted to."""
+"""Supervision of the ``SuffixTask``: caches are not scored on the text they were fitted to."""
 
 BEST = "best"
 _WINDOW = ["model", "document", "window"]
 
 
 def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
-    """Keep ratios of numbers of slots; of 1, 2, 4, ... below the prefix's length if none are given.
+    """The keep ratios that give these numbers of slots; by default 1, 2, 4, ... slots.
 
     Raises:
-        InputError: a number twice, or one outside [1, prefix_len].
+        InputError: a number occurs twice, or is outside [1, prefix_len].
     """
     if not slots:
         num_powers = (prefix_len - 1).bit_length()
@@ -63,20 +63,24 @@ def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
 def profile_table(
     records: Iterable[Record], prefix_len: int, *, num_resamples: int = 10_000
 ) -> pd.DataFrame:
-    """One row per model, method and number of slots; errors are KL(dense || compact), nats/token.
+    """A table of errors, KL(dense || compact) in nats/token, by model, method and number of slots.
 
-    Columns: model; method, a label, or "best": for every window the cache with the smallest error
-    among those of at most so many slots; num_slots; mean over windows, with low and high, which
-    resample documents; worst window; ratio of the mean to the first model's on the same windows,
-    with its interval (NaN for the first model); num_windows; num_documents; chosen, of "best": for
-    how many windows each method's cache was the best. Of a method with steps the best step counts.
-    ``records`` are of a ``SuffixTask``, complete for every model.
+    The columns are model; method, which is a label or "best"; num_slots; mean over windows, with
+    the ends low and high of an interval that resamples documents; worst window; ratio of the mean
+    to the first model's on the same windows, with its interval (NaN for the first model);
+    num_windows; num_documents; chosen.
+
+    For every window, "best" uses the cache with the smallest error among those with at most
+    num_slots slots, and "chosen" counts the windows on which each method's cache was the best. For
+    a method with steps, the best step counts. ``records`` must come from a ``SuffixTask`` and be
+    complete for every model.
 
     Raises:
-        InputError: no records, or models with records of different caches: the run did not end.
+        InputError: there are no records, or models have records for different caches, because the
+            run did not finish.
     """
     errors = _window_errors(records, prefix_len)
-    # the smallest error comes first, and drop_duplicates keeps the first
+    # sorted by error, so that drop_duplicates keeps the smallest
     ascending = errors.sort_values("error", kind="stable")
     caches = ascending.drop_duplicates([*_WINDOW, "num_slots", "method"])
     frames = [caches.assign(chosen="")]
@@ -96,7 +100,7 @@ def profile_table(
 
 
 def _window_errors(records: Iterable[Record], prefix_len: int) -> pd.DataFrame:
-    """The error of every cache on its window, once it is certain that none is missing."""
+    """The error of every cache on its window; ``InputError`` if one is missing."""
     rows = [
         {
             "model": record.model,
@@ -113,7 +117,7 @@ def _window_errors(records: Iterable[Record], prefix_len: int) -> pd.DataFrame:
     caches_per_model = errors["model"].value_counts()
     if errors.empty or caches_per_window.nunique() > 1 or caches_per_model.nunique() > 1:
         raise InputError(
-            "there are no records, or windows and models have different ones: the run did not end"
+            "there are no records, or windows and models have different ones: the run is incomplete"
         )
     return errors
 
@@ -121,7 +125,7 @@ def _window_errors(records: Iterable[Record], prefix_len: int) -> pd.DataFrame:
 def _profile_figures(
     windows: pd.DataFrame, reference: pd.DataFrame | None, num_resamples: int
 ) -> dict[str, Any]:
-    """Columns of one row, from a model's windows and those of the first model."""
+    """The columns of one row, from a model's windows and those of the first model."""
     windows = windows.sort_values(_WINDOW)
     bootstrap = ClusterBootstrap(list(windows["document"]), num_resamples=num_resamples)
     errors = windows["error"].to_numpy()
@@ -153,7 +157,7 @@ def profile_text(table: pd.DataFrame) -> str:
     num_documents = table["num_documents"].max()
     return (
         f"KL(dense || compact), nats per token, of {num_windows} windows of {num_documents} "
-        f"documents. Caches were fitted to the first half of the suffix and are judged on the "
-        f"second, by which the best one is chosen, too; ratio: to the first model's mean.\n\n"
+        f"documents. Caches were fitted to the first half of the suffix. The KL is on the second "
+        f"half, which also selects the best cache. Ratios are to the first model's mean.\n\n"
         f"{rows}\n"
     )

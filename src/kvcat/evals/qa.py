@@ -1,11 +1,11 @@
-"""Question answering without compression: eight multiple-choice tasks as cloze.
+"""Question answering without compression: eight multiple-choice tasks in cloze form.
 
-A question has two to five pairs (context, text), one per choice. lm-evaluation-harness scores one
-space and the text behind the context. Prompts are those of lm-evaluation-harness; those of Social
-IQa and CommonsenseQA are from LightEval's cloze tasks for small models, which the paper's
-evaluation follows. WinoGrande's contexts differ between the choices and its text is the same, so
-that its number of characters does not matter; in LightEval, and so probably in the paper, it is the
-other way round.
+A question has two to five pairs (context, text), one per choice. lm-evaluation-harness scores the
+text, preceded by one space, after the context. Prompts are those of lm-evaluation-harness; those of
+Social IQa and CommonsenseQA are from LightEval's cloze tasks for small models, which the paper's
+evaluation follows. In WinoGrande, the contexts differ between the choices and the text is the same,
+so that the number of characters does not matter. In LightEval, and so probably in the paper, the
+texts differ and the context is the same.
 
 References: KV-CAT, appendix "No compression QA evaluation"; LightEval,
 examples/nanotron/custom_evaluation_tasks.py; lm-evaluation-harness 0.4.13, lm_eval/tasks.
@@ -41,27 +41,27 @@ Row = Mapping[str, Any]
 class QAExample:
     """A question with its choices."""
 
-    # task and source; questions about one context, and WinoGrande's twins, have the same
+    # task and source; equal for questions about one context, and for WinoGrande's twins
     document: str
-    name: str  # the row's id, or a hash of its content; the same from a file and from the Hub
+    name: str  # the row's id, or a hash of its content; equal for a file and the Hub
     stratum: str  # name of the task
     contexts: tuple[str, ...]  # one per choice
     texts: tuple[str, ...]  # one per choice; scores per character are divided by their lengths
-    gold: int  # number of the right choice
+    gold: int  # index of the right choice
 
 
 class Cloze(NamedTuple):
-    """A row of a task as contexts and texts, which are not checked yet."""
+    """A row of a task as contexts and texts, not yet checked."""
 
-    contexts: str | list[str]  # a single one is that of every choice
+    contexts: str | list[str]  # a single one is shared by all choices
     texts: list[str]
     answer: str | int  # the label of the right choice
-    labels: Sequence[str]  # of the choices
-    shared: str | None = None  # equal in questions of one document; None: each has its document
+    labels: Sequence[str]  # labels of the choices
+    shared: str | None = None  # equal for questions about one document; None: a separate document
 
 
 def _hellaswag(row: Row) -> Cloze:
-    """Preprocessed as by lm-evaluation-harness: brackets remain from WikiHow's layout."""
+    """The row, cleaned as in lm-evaluation-harness of brackets from WikiHow's layout."""
 
     def clean(text: str) -> str:
         with_sentences = text.strip().replace(" [title]", ". ")
@@ -77,12 +77,12 @@ def _hellaswag(row: Row) -> Cloze:
 
 
 def _joined_context(row: Row) -> str:
-    """HellaSwag's context from its sentence and the beginning of the next one."""
+    """HellaSwag's context: its sentence and the beginning of the next one."""
     return f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}"
 
 
 def _winogrande(row: Row) -> Cloze:
-    """The option is in the context; the text is the end of the sentence."""
+    """The row with the options in the contexts; the text is the end of the sentence."""
     before, _, after = row["sentence"].partition("_")
     options = [row["option1"], row["option2"]]
     return Cloze(
@@ -115,7 +115,7 @@ def _social_i_qa(row: Row) -> Cloze:
 
 
 def _choices(prompt: str) -> Callable[[Row], Cloze]:
-    """A reader of rows that hold choices with labels."""
+    """A reader of rows with labelled choices."""
 
     def read(row: Row) -> Cloze:
         return Cloze(
@@ -140,7 +140,7 @@ TASKS: dict[str, tuple[str, Callable[[Row], Cloze]]] = {
     "arc_challenge": ("hub:allenai/ai2_arc/ARC-Challenge@test", _choices(_ARC_PROMPT)),
     "commonsense_qa": ("hub:tau/commonsense_qa@validation", _choices("{question}")),
 }
-"""Source and reader of rows, by the name of the task."""
+"""The source and the reader of rows, by the name of the task."""
 
 
 def make_task(
@@ -150,19 +150,20 @@ def make_task(
     num_examples: int = 1000,
     seed: int = 0,
 ) -> "QATask":
-    """The QA evaluation on a sample of every task.
+    """The QA evaluation on a random sample from every task.
 
-    The sample is a function of the seed and the rows' names only. The tasks take turns.
+    The sample depends only on the seed and the rows' names. The examples alternate between tasks.
 
     Args:
-        folder: of JSON lines, in the Hub's schema, the first file TASK*.jsonl of each task; None:
-            the Hub.
-        tasks: names in ``TASKS``; None: all, or those that the folder has.
-        num_examples: of each task, at least 1; a task with fewer gives all.
-        seed: of the draw.
+        folder: folder with a JSON Lines file TASK*.jsonl for each task, with the Hub's columns (the
+            first such file is used); None: the Hub.
+        tasks: names in ``TASKS``; None: all tasks, or those in the folder.
+        num_examples: number of examples from each task, at least 1; a smaller task is used
+            completely.
+        seed: seed of the sample.
 
     Raises:
-        InputError: a value out of its range, an unknown task, no file of a task, as
+        InputError: a value is out of range, a task is unknown or has no file; otherwise as in
             ``read_examples``.
     """
     check_least(1, num_examples=num_examples)
@@ -181,7 +182,7 @@ def make_task(
 
 
 def _sources(folder: Path | None, tasks: Sequence[str] | None) -> dict[str, str]:
-    """The source of each task, in the order of ``TASKS``."""
+    """The source of each task's rows, in the order of ``TASKS``."""
     sources = {}
     for task, (hub_source, _) in TASKS.items():
         if tasks and task not in tasks:
@@ -202,10 +203,10 @@ def _sources(folder: Path | None, tasks: Sequence[str] | None) -> dict[str, str]
 def read_examples(task: str, source: str) -> list[QAExample]:
     """All questions of a task, in the order of its rows.
 
-    Rows that are equal in every respect (Social IQa has some) stay, their names numbered.
+    Identical rows (Social IQa has some) are kept, and their names are numbered.
 
     Raises:
-        InputError: as ``read_rows``; a row that is not one of this task, with its number; no row.
+        InputError: as in ``read_rows``; a row does not belong to this task; there are no rows.
     """
     examples: list[QAExample] = []
     num_copies: Counter[str] = Counter()
@@ -214,7 +215,7 @@ def read_examples(task: str, source: str) -> list[QAExample]:
             example = _example(task, row)
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise InputError(
-                f"{source}, row {number} is no row of {task}: {one_line(error)}"
+                f"{source}, row {number} is not a row of {task}: {one_line(error)}"
             ) from None
         num_copies[example.name] += 1
         count = num_copies[example.name]
@@ -222,15 +223,15 @@ def read_examples(task: str, source: str) -> list[QAExample]:
             example = replace(example, name=f"{example.name}-{count}")
         examples.append(example)
     if not examples:
-        raise InputError(f"{source} holds no row")
+        raise InputError(f"{source} has no rows")
     return examples
 
 
 def _example(task: str, row: Any) -> QAExample:
-    """The question of a row.
+    """The question in a row.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError: it is no row of the task.
+        AttributeError, KeyError, TypeError, ValueError: it is not a row of the task.
     """
     filled = {name: value for name, value in row.items() if _is_filled(value)}
     _, read = TASKS[task]
@@ -257,21 +258,21 @@ def _example(task: str, row: Any) -> QAExample:
 
 
 def _is_filled(value: Any) -> bool:
-    """Whether a column of a row has a value that is not blank."""
+    """Whether a value is present and not blank."""
     return value is not None and bool(str(value).strip())
 
 
 def _digest(content: Any) -> str:
-    """A hash of JSON values."""
+    """A hash of a JSON value."""
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
 
 
 @dataclass(frozen=True)
 class PreparedQA(Prepared):
-    """Questions on one model."""
+    """Questions that are scored on one model."""
 
     def baseline(self, baseline: Baseline) -> list[Values]:  # noqa: ARG002 there is one
-        """Values under the whole model."""
+        """Values of every question on the dense model."""
         scores = log_likelihoods(self.model, self.tokenizer, self.batch)
         return [
             cloze_values(example, choice_scores)
@@ -281,12 +282,12 @@ class PreparedQA(Prepared):
 
 @dataclass(frozen=True)
 class QATask(Task):
-    """Multiple-choice questions, scored by lm-evaluation-harness on the dense model only.
+    """Multiple-choice questions that lm-evaluation-harness scores on the dense model.
 
-    Values of a question: 1 or 0, whether the choice with the highest score is the right one, as
-    ``acc`` by log-likelihood and ``acc_per_char``, the headline, by log-likelihood per character of
-    the text (the first of equal ones counts); and ``nll_per_char`` of the right choice, nats per
-    character.
+    A question has three values. ``acc`` is 1 if the right choice has the highest log-likelihood,
+    else 0. ``acc_per_char``, the main figure, is the same for the log-likelihood per character of
+    the text. In a tie the first choice counts. ``nll_per_char`` is the negative log-likelihood of
+    the right choice, in nats per character.
     """
 
     examples: tuple[QAExample, ...]
@@ -297,16 +298,17 @@ class QATask(Task):
     baselines: ClassVar[tuple[Baseline, ...]] = (Baseline("dense", 1.0),)
 
     def describe(self) -> Mapping[str, Any]:
-        """Number of questions per task."""
+        """The number of questions per task."""
         num_questions = Counter(example.stratum for example in self.examples)
         return {"tasks": dict(sorted(num_questions.items()))}
 
     def check(
         self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        """Raise an ``InputError`` for a model that cannot score every choice, or without harness.
+        """Raise an ``InputError`` if the model cannot score every choice or the harness is missing.
 
-        The model has no tokenizer, no tokens for a choice or too few positions.
+        A model cannot score a choice if it has no tokenizer, no tokens for the choice, or too few
+        positions.
         """
         if tokenizer is None:
             raise InputError(f"qa needs the tokenizer of model {label!r}")
@@ -315,7 +317,7 @@ class QATask(Task):
                 "multiple choice needs lm-evaluation-harness: pip install 'kvcat[harness]'"
             )
         if closing_ids(tokenizer) and not hasattr(tokenizer, "backend_tokenizer"):
-            raise InputError(f"model {label!r}: its slow tokenizer puts tokens behind each text")
+            raise InputError(f"model {label!r}: its slow tokenizer adds tokens after each text")
         for example in self.examples:
             words = [f" {text}" for text in example.texts]
             texts = tokenizer(words, add_special_tokens=False)["input_ids"]
@@ -334,9 +336,9 @@ class QATask(Task):
 
 
 def _without_closing(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerBase:
-    """A copy of a tokenizer that puts nothing behind a text.
+    """A copy of a tokenizer that adds nothing after a text.
 
-    The harness takes the choices from the end of the tokens.
+    This is needed because the harness finds the choices at the end of the tokens.
     """
     copied = copy.deepcopy(tokenizer)
     if closing_ids(copied):
@@ -350,7 +352,7 @@ def _without_closing(tokenizer: PreTrainedTokenizerBase) -> PreTrainedTokenizerB
 
 
 def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
-    """Values of a question from the log-likelihoods of its choices, nats; see ``QATask``."""
+    """The values of a question (``QATask``), from the log-likelihoods of its choices in nats."""
     total = np.array(scores)
     per_char = total / [len(text) for text in example.texts]
     return {
@@ -363,9 +365,9 @@ def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
 def log_likelihoods(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, examples: Sequence[QAExample]
 ) -> list[list[float]]:
-    """Log-likelihood of every choice of every question, nats, as lm-evaluation-harness scores them.
+    """The log-likelihoods, in nats, that lm-evaluation-harness gives to every choice.
 
-    Contexts that with their choice exceed the model's positions lose their beginning.
+    If a context and its choice exceed the model's positions, the beginning of the context is cut.
     """
     models = import_module("lm_eval.models.huggingface")
     instances = import_module("lm_eval.api.instance")
@@ -376,7 +378,7 @@ def log_likelihoods(
             request = instances.Instance("loglikelihood", {}, pair, len(requests))
             requests.append(request)
     disabled = logging.root.manager.disable
-    logging.disable(logging.WARNING)  # the harness warns of a model in memory
+    logging.disable(logging.WARNING)  # the harness warns about a model in memory
     try:
         scorer = models.HFLM(
             pretrained=model, tokenizer=_without_closing(tokenizer), batch_size=len(examples)

@@ -1,4 +1,4 @@
-"""Results on disk, append-only: a JSON line per example, model, method, keep ratio, step, seed."""
+"""Append-only results on disk: a JSON line per example, model, method, keep ratio, step, seed."""
 
 import json
 import math
@@ -34,36 +34,36 @@ Shard = tuple[int, int]
 
 @dataclass(frozen=True)
 class Record:
-    """The values of one example under one model, method, keep ratio, step and seed.
+    """The values of one example for one model, method, keep ratio, step and seed.
 
     Raises:
-        InputError: a value that is NaN.
+        InputError: a value is NaN.
     """
 
-    model: str  # label; LABEL@SEED for one of several training runs
-    fingerprint: str  # of the model's weights
-    dtype: str  # of the weights, e.g. float32
-    method: str  # name of the compressor, or of a baseline
-    options: str  # as canonical JSON (sorted keys), only those that were set
-    keep_ratio: float  # fraction of slots kept, in (0, 1]; of a baseline, of the context it sees
-    step: int | None  # gradient steps done, or None for a method without steps
-    seed: int | None  # of a method that draws, or None
+    model: str  # label; LABEL@SEED if there are several training runs
+    fingerprint: str  # identifies the model's weights
+    dtype: str  # dtype of the weights, e.g. float32
+    method: str  # name of the compressor or of the baseline
+    options: str  # options that were set, as JSON with sorted keys
+    keep_ratio: float  # fraction of slots kept; for a baseline, fraction of the context seen
+    step: int | None  # gradient steps; None for a method without steps
+    seed: int | None  # seed of a randomised method; None for the others
     dataset: str
-    stratum: str  # examples that are also reported apart; may be empty
-    document: str  # the unit that intervals resample
-    example: str  # name of the example in its document
-    values: dict[str, float]  # by metric; nats per token where a unit applies, shares in [0, 1]
+    stratum: str  # group that is also reported separately; may be empty
+    document: str  # name of the document, the unit that is resampled
+    example: str  # name of the example within its document
+    values: dict[str, float]  # by metric; shares are in [0, 1]
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
             if math.isnan(value):
                 place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
                 example = f"example {self.example!r} of {self.document!r}"
-                raise InputError(f"{place}: {name} of {example} is {value}, no number")
+                raise InputError(f"{place}: {name} of {example} is {value}, not a number")
 
     @property
     def key(self) -> Key:
-        """All fields but the values and the stratum; they make the record unique."""
+        """The fields that identify the record: all except the values and the stratum."""
         fields = vars(self).items()
         return tuple(value for name, value in fields if name not in ("stratum", "values"))
 
@@ -80,16 +80,20 @@ def method_label(name: str, options: Mapping[str, Any]) -> str:
 
 
 class ResultsFolder:
-    """Results of one configuration: ``config.json``, ``records.jsonl``, ``costs.jsonl``.
+    """The folder with one configuration's results: its settings, records and costs.
 
-    Every append reaches the disk before it returns. The configuration, all that results depend on
-    but the models, never changes; models may be added. Until the end of the ``with`` block a whole
-    run is the folder's only writer; shards (index, count) share it, each the only writer of
-    ``records-INDEX-of-COUNT.jsonl``, and all read the records of the others.
+    The files are ``config.json``, ``records.jsonl`` and ``costs.jsonl``.
+
+    Every append is on disk when it returns. The configuration contains everything on which the
+    results depend, except the models. It never changes, but models may be added.
+
+    Until the end of the ``with`` block, an unsharded run is the folder's only writer. Shards
+    (index, count) share the folder: each is the only writer of its
+    ``records-INDEX-of-COUNT.jsonl``, and reads the records of the others.
 
     Raises:
-        InputError: the folder holds results of another configuration, or something that is no
-            result; another process is writing to it; it cannot be written to.
+        InputError: the folder holds results of another configuration, or other files; another
+            process is writing to it; it cannot be written to.
     """
 
     def __init__(self, path: Path, config: Mapping[str, Any], *, shard: Shard = (0, 1)) -> None:
@@ -108,7 +112,7 @@ class ResultsFolder:
             self._locks = stack.pop_all()
 
     def _claim(self, config: Mapping[str, Any]) -> None:
-        """Write the configuration, or check that it is the folder's."""
+        """Write the configuration, or check that it equals the stored one."""
         config = json.loads(json.dumps(config))
         stored = claim_folder(self.path, "config.json", config) or config
         for field in [*config, *stored]:
@@ -119,19 +123,19 @@ class ResultsFolder:
                 )
 
     def _check_other_counts(self, count: int) -> None:
-        """Reject a folder that processes share in another number of shards."""
+        """Reject a folder with records from a different number of shards."""
         for lock in sorted(self.path.glob(f"{LOCK_FILE}-*")):
             if not lock.name.endswith(f"-of-{count}"):
                 with one_writer(self.path, lock.name):
                     pass
 
     def fingerprint_of(self, label: str) -> str | None:
-        """The fingerprint of a label's records in this folder; None where there are none."""
+        """The fingerprint in a label's records; None if the label has no records."""
         weights = models_of(self.records).get(label)
         return None if weights is None else weights["fingerprint"]
 
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
-        """Reject a label that names other weights or another dtype in this folder."""
+        """Reject a label whose records in this folder have other weights or another dtype."""
         weights = {"fingerprint": fingerprint, "dtype": dtype}
         stored = models_of(self.records).get(label, weights)
         if stored != weights:
@@ -145,7 +149,7 @@ class ResultsFolder:
         return list(self._records.values())
 
     def done(self, key: Key) -> bool:
-        """Whether a record of this key is on disk."""
+        """Whether a record with this key is on disk."""
         return key in self._records
 
     def append(self, records: Iterable[Record]) -> None:
@@ -159,7 +163,7 @@ class ResultsFolder:
         append_jsonl(self._costs_file, *costs)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
-        """Write a line of provenance."""
+        """Append a line of provenance."""
         append_jsonl(self._events_file, event)
 
     def __enter__(self) -> "ResultsFolder":
@@ -174,17 +178,17 @@ class StoredResults:
     """The content of a results folder."""
 
     config: dict[str, Any]
-    wanted: dict[tuple[str, float], int]  # examples of a complete run, by method and keep ratio
+    wanted: dict[tuple[str, float], int]  # number of examples by method and keep ratio
     records: list[Record]
-    costs: list[dict[str, Any]]  # of ``read_costs``; methods with their options
+    costs: list[dict[str, Any]]  # as in ``read_costs``, with method labels
     events: list[dict[str, Any]]
 
 
 def read_folder(folder: Path) -> StoredResults:
-    """Configuration, records, costs and provenance of a results folder.
+    """The configuration, records, costs and provenance of a results folder.
 
     Raises:
-        InputError: no results folder, or damaged content.
+        InputError: it is not a results folder, or its content is damaged.
     """
     config = read_config(folder)
     records = read_records(folder)
@@ -206,11 +210,13 @@ def _wanted_examples(config: Mapping[str, Any]) -> dict[tuple[str, float], int]:
 
 
 def read_records(folder: Path) -> list[Record]:
-    """Records of a results folder, of all its shards, each once; torn last lines are left out.
+    """The records of a results folder with all its shards, without duplicates.
+
+    A last line that a kill left incomplete is skipped.
 
     Raises:
-        InputError: a line that is no record, a value that is no number, two records of one example
-            that differ.
+        InputError: a line is not a record, a value is not a number, or two records of one example
+            differ.
     """
     _load_evaluation(folder)
     records: dict[Key, Record] = {}
@@ -218,7 +224,7 @@ def read_records(folder: Path) -> list[Record]:
         try:
             record = Record(**line)
         except (TypeError, ValueError) as error:
-            raise InputError(f"{file} has a line that is no record: {one_line(error)}") from None
+            raise InputError(f"{file} has a line that is not a record: {one_line(error)}") from None
         if records.setdefault(record.key, record) != record:
             raise InputError(
                 f"{file} has a second, different record of example {record.example!r} of "
@@ -229,7 +235,7 @@ def read_records(folder: Path) -> list[Record]:
 
 
 def _load_evaluation(folder: Path) -> None:
-    """Import the evaluation of a folder's records, so that ``METRICS`` has its metrics."""
+    """Import a folder's evaluation, which adds its metrics to ``METRICS``."""
     file = folder / "config.json"
     config = read_json(file) if file.is_file() else None
     if isinstance(config, dict) and config.get("evaluation") in evaluation_names():
@@ -237,30 +243,30 @@ def _load_evaluation(folder: Path) -> None:
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
-    """Costs in a results folder, of all its shards; ``InputError`` for a line without a field."""
+    """The costs in a results folder with all its shards; ``InputError`` if a field is missing."""
     costs = []
     for file, line in _lines(folder, "costs"):
-        _check_fields(line, _COST_FIELDS, f"{file} has a line that is no cost")
+        _check_fields(line, _COST_FIELDS, f"{file} has a line that is not a cost")
         costs.append(line)
     return costs
 
 
 def read_events(folder: Path) -> list[dict[str, Any]]:
-    """Command, versions, hardware and duration of every run that wrote to a results folder."""
+    """The command, versions, hardware and duration of every run that wrote to a results folder."""
     return [line for _, line in _lines(folder, "provenance")]
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Configuration of a results folder.
+    """The configuration of a results folder.
 
     Raises:
-        InputError: no results folder, a damaged one, or one of an unknown evaluation.
+        InputError: it is not a results folder, it is damaged, or its evaluation is unknown.
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise InputError(f"{folder} is no results folder: it has no config.json")
+        raise InputError(f"{folder} is not a results folder: it has no config.json")
     config = read_json(file)
-    _check_fields(config, _CONFIG_FIELDS, f"{file} is of no evaluation or damaged")
+    _check_fields(config, _CONFIG_FIELDS, f"{file} is damaged or belongs to no evaluation")
     try:
         find_evaluation(config["evaluation"])
     except InputError as error:
@@ -271,17 +277,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
-    """Label of each model to fingerprint and dtype of its weights.
+    """The fingerprint and dtype of each model's weights, by label.
 
     Raises:
-        InputError: two sets of weights under one label.
+        InputError: one label has two sets of weights.
     """
     models: dict[str, dict[str, str]] = {}
     for record in records:
         weights = {"fingerprint": record.fingerprint, "dtype": record.dtype}
         known = models.setdefault(record.model, weights)
         if not are_comparable(record.fingerprint, known["fingerprint"]):
-            # of another version of kvcat, whose fingerprint contradicts nothing
+            # another version of kvcat computes other fingerprints for the same weights
             known = {**known, "fingerprint": record.fingerprint}
         if known != weights:
             raise InputError(
@@ -291,7 +297,7 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
 
 
 def _lines(folder: Path, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Lines of a log and of its shards."""
+    """The lines of a log and of its shards, each with its file."""
     shards = folder.glob(f"{name}-*-of-*.jsonl")
     for file in sorted([*folder.glob(f"{name}.jsonl"), *shards]):
         for line in read_jsonl(file):

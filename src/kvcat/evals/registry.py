@@ -1,4 +1,4 @@
-"""Evaluations by name: the files of ``kvcat.evals.evaluations``, and those of other packages."""
+"""Evaluations by name: the files in ``kvcat.evals.evaluations``, and plug-ins."""
 
 import dataclasses
 import importlib
@@ -13,17 +13,16 @@ from kvcat.evals.metrics import METRICS, Metric, register_metrics
 
 
 def evaluation_names() -> list[str]:
-    """The names of all evaluations, those of other packages included; none is imported."""
+    """The names of all evaluations, including plug-ins; no evaluation is imported."""
     names = [*_built_in_names(), *plugins.plugin_names(plugins.EVALUATIONS)]
     return list(dict.fromkeys(names))
 
 
 def find_evaluation(name: str) -> type[Evaluation]:
-    """The evaluation of a name; its metrics are in ``METRICS`` from then on.
+    """The evaluation with a name; its metrics are added to ``METRICS``.
 
     Raises:
-        InputError: an unknown name, or a package whose evaluation cannot be loaded or lacks
-            something.
+        InputError: the name is unknown, or the evaluation cannot be loaded or is incomplete.
     """
     if name in _built_in_names():
         plugins.check_new_names(plugins.EVALUATIONS, {name})
@@ -33,26 +32,26 @@ def find_evaluation(name: str) -> type[Evaluation]:
         raise InputError(f"no evaluation {name!r}; there are {', '.join(evaluation_names())}")
     kind = plugins.load_plugin(plugins.EVALUATIONS, name)
     if not (isinstance(kind, type) and issubclass(kind, Evaluation)):
-        raise InputError(f"plug-in {name!r} is no subclass of Evaluation: {kind!r}")
-    all_metrics()  # those of this package first, so that the plug-in is named in a clash
+        raise InputError(f"plug-in {name!r} is not a subclass of Evaluation: {kind!r}")
+    all_metrics()  # first, so that in a conflict the error names the plug-in
     _register(kind, f"plug-in {name!r}")
     return kind
 
 
 def all_metrics() -> dict[str, Metric]:
-    """``METRICS``, with the metrics of all evaluations of this package."""
+    """``METRICS`` with the metrics of all evaluations in this package."""
     for name in _built_in_names():
         _built_in(name)
     return METRICS
 
 
 def _built_in_names() -> list[str]:
-    """Names of the evaluations of this package, which are those of their files."""
+    """The names of the evaluations in this package: the names of their files."""
     return [module.name for module in pkgutil.iter_modules(evaluations.__path__)]
 
 
 def _built_in(name: str) -> type[Evaluation]:
-    """The one public ``Evaluation`` that a file of this package defines."""
+    """The only public ``Evaluation`` that a file of this package defines."""
     module = importlib.import_module(f"{evaluations.__name__}.{name}")
     (kind,) = (
         member
@@ -67,10 +66,10 @@ def _built_in(name: str) -> type[Evaluation]:
 
 
 def _register(kind: type[Evaluation], what: str) -> None:
-    """Add an evaluation's metrics to ``METRICS``, and check what it says about itself.
+    """Check an evaluation's class, and add its metrics to ``METRICS``.
 
     Raises:
-        InputError: it is no dataclass, has no ``facts``, or names a metric that does not exist.
+        InputError: it is not a dataclass, has no ``facts``, or names a metric that does not exist.
     """
     if "__dataclass_params__" not in vars(kind) or not dataclasses.is_dataclass(kind):
         raise InputError(

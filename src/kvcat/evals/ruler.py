@@ -1,4 +1,4 @@
-"""RULER's synthetic tasks that need no data, at any length, with questions after compression."""
+"""RULER's synthetic tasks at any length; the questions follow after compression."""
 
 import random
 from bisect import bisect_right
@@ -34,12 +34,14 @@ _VOWELS = "aeiou"
 
 @dataclass(frozen=True)
 class RulerTask(QuestionTask):
-    """Questions on long synthetic texts that were compressed; ``make_task`` makes the task.
+    """Questions about compressed synthetic texts; ``make_task`` creates the task.
 
-    Values of an answer: ``string_match``, the share of the reference answers that the greedy answer
-    contains, whatever their case (RULER's string_match_all), and ``exact_match``, 1 if it contains
-    them all, else 0. Unlike in RULER, there is no solved example before a text, words are invented,
-    and an answer may have 16 tokens more than twice those of the right one.
+    An answer has two values. ``string_match`` is the share of the reference answers that the greedy
+    answer contains, ignoring case (RULER's string_match_all). ``exact_match`` is 1 if it contains
+    all of them, else 0.
+
+    Three things differ from RULER: there is no solved example before a text, words are invented,
+    and an answer may be twice as long as the right answer plus 16 tokens.
 
     References: Hsieh et al. 2024, arXiv:2404.06654.
     """
@@ -65,22 +67,22 @@ def make_task(
     seed: int = 0,
     bos: Bos = "auto",
 ) -> RulerTask:
-    """The RULER evaluation in the tokens of a tokenizer.
+    """The RULER evaluation, in the tokens of a tokenizer.
 
     Every text has exactly ``length`` tokens: the opening, the end of a neutral line, and whole
-    lines. An example's draws are a function of the seed, its task, the length and its number alone.
-    The first n examples are spread over the tasks for every n.
+    lines. The random draws of an example depend only on the seed, its task, the length and its
+    number. For every n, the first n examples are distributed evenly over the tasks.
 
     Args:
-        tokenizer: of the model.
-        length: tokens of a text.
-        tasks: names in ``RULER_TASKS``; None: all.
-        per_task: examples of each task.
-        seed: of the draws.
-        bos: what a text begins with (``opening_ids``).
+        tokenizer: tokenizer of the model.
+        length: number of tokens in a text.
+        tasks: names in ``RULER_TASKS``; None: all tasks.
+        per_task: number of examples for each task.
+        seed: seed of the random draws.
+        bos: start of a text (``opening_ids``).
 
     Raises:
-        InputError: a value out of its range, an unknown task, a text too short for a task.
+        InputError: a value is out of range, a task is unknown, or the text is too short for a task.
     """
     names = tuple(dict.fromkeys(tasks or RULER_TASKS))
     check_least(1, per_task=per_task)
@@ -125,9 +127,9 @@ def make_task(
 class SyntheticText(NamedTuple):
     """A text with a question about it."""
 
-    lines: list[str]  # or words
+    lines: list[str]  # lines or words of the text
     question: str
-    answers: tuple[str, ...]  # all that belong into the answer
+    answers: tuple[str, ...]  # all strings that the answer must contain
 
 
 _NIAH_NEEDLE = "One of the special magic numbers for {} is: {}.\n"
@@ -143,16 +145,16 @@ def niah(
     num_others: int = 0,
     among_needles: bool = False,
 ) -> SyntheticText:
-    """Numbers under keys in a text; the question asks for those of some keys.
+    """A text that hides numbers under keys, with a question about the numbers of some keys.
 
     Args:
-        draw: random stream.
-        pieces: of the tokenizer.
-        num_tokens: that the text may have.
-        num_keys: that the question names.
-        num_values: of each of them.
-        num_others: keys that it does not name.
-        among_needles: between other needles, not neutral sentences.
+        draw: random stream of the example.
+        pieces: encoder for the tokenizer.
+        num_tokens: largest number of tokens in the text.
+        num_keys: number of keys in the question.
+        num_values: number of values for each of these keys.
+        num_others: number of keys that the question does not name.
+        among_needles: the lines between the needles are other needles, not neutral sentences.
     """
     names = _distinct(lambda: f"{_word(draw)}-{_word(draw)}")
     codes = _distinct(lambda: number(draw, 7))
@@ -186,15 +188,15 @@ def niah(
 
 
 def _needles(names: Iterator[str], codes: Iterator[str]) -> Iterator[str]:
-    """Lines that give numbers under keys."""
+    """Lines that assign numbers to keys."""
     for name, code in zip(names, codes, strict=False):
         yield _NIAH_NEEDLE.format(name, code)
 
 
 def variable_tracking(draw: random.Random, pieces: Pieces, num_tokens: int) -> SyntheticText:
-    """A chain X1 = 12345, X2 = X1, ... between neutral sentences.
+    """A text with a chain X1 = 12345, X2 = X1, ... between neutral sentences.
 
-    The question asks for all its variables.
+    The question asks for all variables of the chain.
     """
     names = _distinct(lambda: "".join(pick(draw, _CONSONANTS.upper()) for _ in range(5)))
     chain = [next(names) for _ in range(NUM_HOPS + 1)]
@@ -202,7 +204,7 @@ def variable_tracking(draw: random.Random, pieces: Pieces, num_tokens: int) -> S
     assignments = [f"VAR {chain[0]} = {root}.\n"]
     for assigned, assigning in pairwise(chain):
         assignments.append(f"VAR {assigning} = VAR {assigned}.\n")
-    shuffled(draw, assignments)  # advances the stream as the order of several chains would
+    shuffled(draw, assignments)  # advances the stream as shuffling several chains would
     head = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
     room = pieces.remaining(num_tokens, [head, *assignments])
     lines = pieces.fitting(filler_lines(draw), room)
@@ -216,7 +218,7 @@ def variable_tracking(draw: random.Random, pieces: Pieces, num_tokens: int) -> S
 
 
 def common_words(draw: random.Random, pieces: Pieces, num_tokens: int) -> SyntheticText:
-    """A numbered list with ``NUM_COMMON`` common words and as many uncommon ones as fit."""
+    """A numbered list with ``NUM_COMMON`` common words and as many uncommon words as fit."""
     words = _distinct(lambda: _word(draw))
     common = [next(words) for _ in range(NUM_COMMON)]
     head = (
@@ -250,8 +252,8 @@ def common_words(draw: random.Random, pieces: Pieces, num_tokens: int) -> Synthe
 def frequent_words(draw: random.Random, pieces: Pieces, num_tokens: int) -> SyntheticText:
     """A coded text of Zipf-distributed words; the question asks for the 3 most frequent words.
 
-    The word of rank k of 2000 occurs floor(n k^-alpha / sum_j j^-alpha) times, n as large as fits.
-    The word of rank 1 is noise and does not count.
+    There are 2000 ranks. The word of rank k occurs floor(n k^-alpha / sum_j j^-alpha) times, with
+    the largest n that fits. The word of rank 1 is noise and is not part of the answer.
     """
     words = _distinct(lambda: _word(draw))
     head = (
@@ -264,7 +266,7 @@ def frequent_words(draw: random.Random, pieces: Pieces, num_tokens: int) -> Synt
     costs = [len(pieces(word)) for word in coded]
 
     def size(num_words: int) -> int:
-        """Tokens of a text of so many words."""
+        """The number of tokens in a text with ``num_words`` words."""
         return sum(int(num_words * share) * cost for share, cost in zip(shares, costs, strict=True))
 
     num_words = bisect_right(range(room + 1), room, key=size) - 1
@@ -287,7 +289,7 @@ def frequent_words(draw: random.Random, pieces: Pieces, num_tokens: int) -> Synt
 
 
 def _zipf_shares(num_tokens: int) -> list[float]:
-    """The shares of a text's words by rank, for the ranks that can occur in so many tokens."""
+    """The share of each rank among a text's words, for the ranks that can occur."""
     weights = [rank**-ALPHA for rank in range(1, _CODED_WORDS + 1)]
     total = sum(weights)
     shares = []
@@ -309,17 +311,22 @@ RULER_TASKS: dict[str, Callable[[random.Random, Pieces, int], SyntheticText]] = 
     "cwe": common_words,
     "fwe": frequent_words,
 }
-"""Tasks by name, as in RULER; RULER has three of ``niah_single``, which differ only in their
-texts."""
+"""The tasks, by RULER's names.
+
+RULER has three versions of ``niah_single`` that differ only in their texts.
+"""
 
 
 def _word(draw: random.Random) -> str:
-    """A pronounceable word of six letters; of equal lengths, no word contains another."""
+    """A random pronounceable word of six letters.
+
+    Because all words have the same length, none contains another.
+    """
     return "".join(pick(draw, letters) for _ in range(3) for letters in (_CONSONANTS, _VOWELS))
 
 
 def _distinct(make: Callable[[], str]) -> Iterator[str]:
-    """Items without repetition and without end."""
+    """An endless iterator over items without repetition."""
     seen: set[str] = set()
     while True:
         item = make()
@@ -329,7 +336,7 @@ def _distinct(make: Callable[[], str]) -> Iterator[str]:
 
 
 def _scattered(draw: random.Random, lines: Sequence[str], needles: Sequence[str]) -> list[str]:
-    """The needles in their order at random places between the lines."""
+    """The lines with the needles inserted at random places, in their order."""
     places = sorted(int(draw.random() * (len(lines) + 1)) for _ in needles)
     all_lines = list(lines)
     for place, needle in zip(reversed(places), reversed(needles), strict=True):

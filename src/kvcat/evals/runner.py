@@ -1,4 +1,4 @@
-"""The loop behind every evaluation: models, batches, baselines, compressors; resumable records."""
+"""The resumable loop of every evaluation over models, batches, baselines and compressors."""
 
 import json
 import sys
@@ -30,11 +30,11 @@ from kvcat.evals.task import (
 from kvcat.provenance import provenance
 
 Models = Mapping[str, tuple[PreTrainedModel, Any]]
-"""Label to model and tokenizer."""
+"""Model and tokenizer by label."""
 Primary = tuple[str, float, str]
-"""The cell that decides: method with its options, keep ratio, metric."""
+"""The primary cell: method with its options, keep ratio and metric."""
 Scores = list[tuple[Step, list[Values]]]
-"""For each step the values of every example of a batch."""
+"""The values of every example in a batch, by step."""
 
 
 @dataclass(frozen=True)
@@ -44,26 +44,26 @@ class _Job:
     name: str
     options: Mapping[str, Any]
     keep_ratios: tuple[float, ...]
-    num_examples: int  # only the first
+    num_examples: int  # only the first examples are scored
     seed: int | None = None
-    compressor: Compressor | None = None  # None: a baseline
+    compressor: Compressor | None = None  # None: this is a baseline
 
     @property
     def last_step(self) -> Step:
-        """Step of the last record of an example."""
+        """The step in the last record of an example."""
         return None if self.compressor is None else self.compressor.last_step
 
 
 @dataclass(frozen=True)
 class _Batch:
-    """Examples that share a trace, with the jobs that they are scored by."""
+    """Examples that share a trace, with the jobs that score them."""
 
     examples: Sequence[Any]
     jobs: list[_Job]
 
     @property
     def num_scores(self) -> int:
-        """Number of examples over all jobs and keep ratios."""
+        """The number of scored examples, summed over jobs and keep ratios."""
         return len(self.examples) * sum(len(job.keep_ratios) for job in self.jobs)
 
 
@@ -81,32 +81,32 @@ def evaluate(
     speed: bool = False,
     progress: bool = True,
 ) -> list[Record]:
-    """Records of every model, baseline, method, keep ratio, seed and example.
+    """The records for every model, baseline, method, keep ratio, seed and example.
 
-    Records of earlier runs in the folder are among them. One trace per batch serves all methods. A
-    method with snapshots gives one record per snapshot. The same call after a kill does what is
-    missing and ends with the same records. The costs of each method on its first batch are in
-    ``costs.jsonl``, versions and hardware in ``provenance.jsonl``.
+    They include the records of earlier runs in the folder. All methods share one trace per batch. A
+    method with snapshots has one record per snapshot. After a kill, the same call computes the
+    missing records and returns the same result. The costs of each method on its first batch are
+    written to ``costs.jsonl``, versions and hardware to ``provenance.jsonl``.
 
     Args:
-        task: the examples and how they are scored.
-        models: label to (model, tokenizer); tables join ``LABEL@SEED``, training runs of one
-            variant.
-        methods: names of compressors, or ``Method`` for options, other keep ratios or fewer
-            examples.
-        keep_ratios: fractions kept, each in (0, 1].
-        out_dir: the results folder; one configuration per folder, to which models may be added.
-        batch_size: examples per trace, at least 1.
-        seeds: of the compressors that draw; one record per seed. Others run once.
-        shard: (index, count): every count-th batch alone, for processes that share the folder.
-        primary: the cell that decides; None is the first method at its first keep ratio on the
+        task: examples, and how they are scored.
+        models: (model, tokenizer) by label. Labels ``LABEL@SEED`` are training runs of one variant,
+            which tables combine.
+        methods: names of compressors; or ``Method`` objects, for options, other keep ratios or
+            fewer examples.
+        keep_ratios: fractions of the slots that caches keep, each in (0, 1].
+        out_dir: results folder. It holds one configuration; models may be added to it.
+        batch_size: number of examples per trace, at least 1.
+        seeds: seeds of randomised compressors, with one record per seed; the others run once.
+        shard: (index, count): score only every count-th batch, for processes that share the folder.
+        primary: the primary cell; None: the first method at its first keep ratio on the
             evaluation's first metric.
-        speed: also time answers from the compact and from the dense cache.
+        speed: also time answers from the compact cache and from the dense cache.
         progress: show progress on standard error.
 
     Raises:
-        InputError: nothing to evaluate, a value out of range, an unknown method, examples that a
-            model cannot run, a folder of another configuration, a score that is not a number.
+        InputError: there is nothing to evaluate, a value is out of range, a method is unknown, a
+            model cannot run an example, the folder has another configuration, or a score is NaN.
     """
     if not models:
         raise InputError("nothing to evaluate: no model given")
@@ -144,7 +144,7 @@ def evaluate(
 
 @dataclass
 class _Run:
-    """The evaluation of one model."""
+    """The state of the evaluation of one model."""
 
     task: Task
     label: str
@@ -161,12 +161,12 @@ class _Run:
         recorded = self.folder.fingerprint_of(self.label)
         if recorded is None:
             self.fingerprint = fingerprint(self.model)
-        else:  # in the scheme of the earlier records
+        else:  # computed like that of the earlier records
             self.fingerprint = fingerprint_like(recorded, self.model)
         self.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     def score_missing(self, batch: _Batch) -> None:
-        """Write the records of a batch that the folder lacks."""
+        """Compute and write the records of a batch that the folder lacks."""
         examples = batch.examples
         prepared = None
         for job in batch.jobs:
@@ -184,7 +184,7 @@ class _Run:
                 self.bar.update(len(examples))
 
     def _is_done(self, job: _Job, keep_ratio: float, examples: Sequence[Any]) -> bool:
-        """Whether all records are there; an example's last step is written after its others."""
+        """Whether all records exist; the last step of an example is written last."""
         for example in examples:
             record = self._record(job, keep_ratio, job.last_step, example, {})
             if not self.folder.done(record.key):
@@ -194,7 +194,7 @@ class _Run:
     def _records(
         self, job: _Job, keep_ratio: float, examples: Sequence[Any], scores: Scores
     ) -> Iterator[Record]:
-        """A record per example and step."""
+        """One record per example and step."""
         for row, example in enumerate(examples):
             for step, values in scores:
                 yield self._record(job, keep_ratio, step, example, values[row])
@@ -221,7 +221,7 @@ class _Run:
     def _scores(
         self, job: _Job, keep_ratios: Sequence[float], prepared: Prepared
     ) -> Iterator[Scores]:
-        """Scores for each keep ratio; a job's first batch is measured, a keep ratio at a time."""
+        """Scores for each keep ratio; on a job's first batch, each keep ratio is also measured."""
         compressor = job.compressor
         if compressor is None:
             yield [(None, prepared.baseline(Baseline(job.name, keep_ratios[0])))]
@@ -229,7 +229,7 @@ class _Run:
             for snapshots in compressor.each_snapshots(prepared.trace, keep_ratios):
                 yield [(step, prepared.score(cache)) for step, cache in snapshots]
         else:
-            if not self.measured:  # the first run of a process is slower
+            if not self.measured:  # the first run in a process is slower
                 next(compressor.snapshots(prepared.trace, keep_ratio=keep_ratios[0]))
             self.measured.append(job)
             for keep_ratio in keep_ratios:
@@ -238,7 +238,7 @@ class _Run:
     def _measured_scores(
         self, job: _Job, compressor: Compressor, keep_ratio: float, prepared: Prepared
     ) -> Scores:
-        """Scores by step; seconds, memory and bytes go into the folder."""
+        """Scores by step; seconds, memory and bytes are written to the folder."""
         trace = prepared.trace
 
         def use(cache: CompactCache) -> tuple[list[Values], dict[str, float]]:
@@ -265,7 +265,7 @@ class _Run:
 
 
 def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
-    """A progress bar on standard error; where that is no terminal, a line every ten seconds."""
+    """A progress bar on standard error, or a line every ten seconds if that is not a terminal."""
     seconds = 0.1 if sys.stderr.isatty() else 10.0
     return tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
 
@@ -279,10 +279,10 @@ def configuration(
     seeds: Sequence[int] = (0,),
     primary: Primary | None = None,
 ) -> dict[str, Any]:
-    """What the records of ``evaluate`` depend on besides the models, with the primary cell.
+    """The settings on which the records of ``evaluate`` depend, except models; with primary cell.
 
     Raises:
-        InputError: what ``evaluate`` rejects without a look at a model.
+        InputError: ``evaluate`` would reject an argument for a reason other than a model.
     """
     complete = [_complete(method, keep_ratios, task) for method in methods]
     cells = []
@@ -347,7 +347,7 @@ def _jobs(
 
 
 def _job(method: Method, seed: int | None) -> _Job:
-    """A complete method with one seed; None: it draws nothing."""
+    """The job of a complete method with one seed; None: the method is not randomised."""
     return _Job(
         name=method.name,
         options=method.options,
@@ -359,7 +359,7 @@ def _job(method: Method, seed: int | None) -> _Job:
 
 
 def _batches(task: Task, jobs: Sequence[_Job], batch_size: int) -> list[_Batch]:
-    """Batches of examples that may share one; a batch ends where a job's examples end."""
+    """Batches of examples with equal keys; a batch ends where a job's examples end."""
     examples = task.examples
     keys = [task.batch_key(example) for example in examples]
     limits = {job.num_examples for job in jobs} | {len(examples)}
@@ -377,7 +377,7 @@ def _batches(task: Task, jobs: Sequence[_Job], batch_size: int) -> list[_Batch]:
 def _primary_cell(
     cells: list[tuple[str, float]], facts: ReportFacts, primary: Primary | None
 ) -> dict[str, Any] | None:
-    """The cell that decides; None where nothing is compressed and none is named."""
+    """The primary cell; None if nothing is compressed and no cell is named."""
     if primary is None and not cells:
         return None
     method, keep_ratio, metric = primary or (*cells[0], facts.deciding)

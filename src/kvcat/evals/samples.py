@@ -1,4 +1,4 @@
-"""Records by cell: the values of one model, method, keep ratio, step and stratum, with figures."""
+"""Records grouped by model, method, keep ratio, step and stratum, and the groups' figures."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -21,42 +21,42 @@ _PLACE = ["label", "model", "run", "method", "keep_ratio", "step", "stratum", *E
 
 
 class Cell(NamedTuple):
-    """What the figures of one row of a summary are about."""
+    """The model, method, keep ratio, step and stratum of a row of the summary."""
 
     model: str  # without ``@SEED``
-    method: str  # with its options
+    method: str  # label with options
     keep_ratio: float
     step: int | None
-    stratum: str  # empty: all examples
+    stratum: str  # "": all examples
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One model's values in a cell; the mean over the seeds of a compressor."""
+    """One model's values in a cell, averaged over the seeds of a compressor."""
 
     values: pd.DataFrame  # index (document, example), columns (value, training run)
-    strata: pd.Series  # of each example
+    strata: pd.Series  # stratum of each example
     num_resamples: int
 
     @cached_property
     def documents(self) -> Array:
-        """Name of each example's document."""
+        """The name of each example's document."""
         return self.values.index.get_level_values("document").to_numpy(dtype=str)
 
     @cached_property
     def runs(self) -> list[str]:
-        """Names of the training runs."""
+        """The names of the training runs."""
         return list(self.values.columns.unique("run"))
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Numbers of examples, documents and training runs, by ``SIZES``."""
+        """The numbers of examples, documents and training runs, by the names in ``SIZES``."""
         sizes = (len(self.values), self.bootstrap.num_documents, len(self.runs))
         return dict(zip(SIZES, sizes, strict=True))
 
     @cached_property
     def bootstrap(self) -> ClusterBootstrap:
-        """Resamples of the documents, within strata, and of the training runs."""
+        """The bootstrap over documents, within strata, and over training runs."""
         return ClusterBootstrap(
             self.documents,
             strata=list(self.strata[self.values.index]),
@@ -66,18 +66,18 @@ class Sample:
 
     @cached_property
     def columns(self) -> dict[str, Array]:
-        """Every value that all records have: an array (runs, examples)."""
+        """By name, every value that all records have, as an array (runs, examples)."""
         names = list(self.values.columns.unique(0))
         by_name = self.values.to_numpy().T.reshape(len(names), len(self.runs), len(self.values))
         return dict(zip(names, by_name, strict=True))
 
     @property
     def metrics(self) -> list[str]:
-        """Names of the metrics that the values give."""
+        """The names of the metrics that these values define."""
         return [name for name in METRICS if self.columns.keys() >= set(columns_of(name))]
 
     def defines(self, name: str) -> bool:
-        """Whether a metric has a figure here."""
+        """Whether a metric is defined for this sample."""
         column = METRICS[name].defined_where
         if not column:
             return True
@@ -85,7 +85,7 @@ class Sample:
         return mean.value > 0.0 and mean.low > 0.0
 
     def draws(self, name: str) -> Draws:
-        """A metric on all examples and on every resample."""
+        """A metric over all examples, and over every resample."""
         function = METRICS[name].function
         columns = [self.columns[column] for column in columns_of(name)]
         if function is None:
@@ -93,7 +93,7 @@ class Sample:
         return self.bootstrap.of_means(function, *columns)
 
     def estimate(self, name: str) -> Estimate:
-        """A metric with its interval."""
+        """A metric over all examples, with its interval."""
         if not self.defines(name):
             return NO_ESTIMATE
         if not METRICS[name].share:
@@ -101,12 +101,12 @@ class Sample:
         by_document = self._share(name)
         if len(self.runs) == 1 or np.isnan(by_document.value):
             return by_document
-        # Wilson's interval does not know of training runs
+        # Wilson's interval does not cover variation between training runs
         by_run = self.bootstrap.estimate(self.draws(name)).union(by_document)
         return Estimate(by_run.value, max(0.0, by_run.low), min(1.0, by_run.high))
 
     def _share(self, name: str) -> Estimate:
-        """A share with the interval of ``share``; of two columns the second says which count."""
+        """A share with the interval of ``share``; a second column, if any, selects the examples."""
         score, *counts = (self.columns[column].mean(axis=0) for column in columns_of(name))
         documents = self.documents
         if counts:
@@ -116,19 +116,19 @@ class Sample:
         return share(score, documents) if len(score) else NO_ESTIMATE
 
     def on(self, examples: pd.Index) -> "Sample":
-        """The sample on these of its examples alone."""
+        """The sample, restricted to some of its examples."""
         if self.values.index.equals(examples):
             return self
         return replace(self, values=self.values.loc[examples])
 
 
 def record_table(records: Iterable[Record]) -> pd.DataFrame:
-    """A row per record with a column per value; ``step`` is -1 where there is none.
+    """A table with a row per record and a column per value; ``step`` is -1 if there is none.
 
-    ``label`` is the model's label, ``model`` and ``run`` are its parts before and after the ``@``.
+    ``label`` is the model's label. ``model`` and ``run`` are its parts before and after the ``@``.
 
     Raises:
-        InputError: records of two data sets; one label for two sets of weights.
+        InputError: the records are from two data sets, or one label has two sets of weights.
     """
     records = list(records)
     models_of(records)
@@ -162,10 +162,10 @@ def record_table(records: Iterable[Record]) -> pd.DataFrame:
 
 
 def samples_by_cell(table: pd.DataFrame, num_resamples: int) -> dict[Cell, Sample]:
-    """A sample per cell of a ``record_table``, in the order of tables.
+    """The sample of each cell in a ``record_table``, in the order of the report's tables.
 
-    Strata come after all examples, and have cells where there are several. Models and methods come
-    in the order of the records, keep ratios and steps ascending.
+    Cells of strata follow those of all examples; a single stratum has none. Models and methods are
+    in the order of the records; keep ratios and steps ascend.
     """
     table = table.copy()
     for name in ("model", "method"):
@@ -183,9 +183,9 @@ def samples_by_cell(table: pd.DataFrame, num_resamples: int) -> dict[Cell, Sampl
 
 
 def _values(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of a cell as the values of a ``Sample``.
+    """The ``values`` of a ``Sample``, from the rows of its cell.
 
-    Left out are values that some record lacks, and examples that some training run lacks.
+    Values that some record lacks are dropped, and so are examples that some training run lacks.
     """
     complete = rows.dropna(axis=1)
     names = [name for name in complete if name not in _PLACE]
@@ -193,5 +193,5 @@ def _values(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def columns_of(name: str) -> tuple[str, ...]:
-    """Names of the recorded values that a metric uses."""
+    """The names of the recorded values that a metric uses."""
     return METRICS[name].columns or (name,)

@@ -1,4 +1,4 @@
-"""Tests of differences between models: permutations, McNemar, Holm, and samples too small."""
+"""Tests of differences between models: permutations, McNemar, Holm; warnings on small samples."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -9,7 +9,7 @@ from scipy.stats import binomtest, norm
 
 from kvcat.evals.intervals import LEVEL, Array, Names
 
-# an exact test needs this many differing examples, all in favour of one model
+# for p < 0.05, an exact test needs this many differing examples, all in favour of one model
 _FEWEST_DIFFERING = math.ceil(1.0 - math.log2(1.0 - LEVEL))
 _Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
 _MEDIAN_CHUNKS = 10
@@ -23,18 +23,19 @@ def swap_p_value(
     *,
     num_swaps: int = 10_000,
 ) -> float:
-    """Two-sided permutation p of "two models are alike": the chance of a difference as large.
+    """The two-sided permutation p-value for the hypothesis that two models are alike.
 
-    If the models are alike, exchanging them on any set of documents changes nothing. The p is the
-    share of all such exchanges, or of ``num_swaps`` random ones and none, whose difference of the
-    figure is at least as large. With D documents it is at least 2^(1 - D). Training runs count as
-    given: pass the mean over seeds. For means this is the sign-flip test.
+    If the models are alike, exchanging them on any set of documents does not change the
+    distribution. The p-value is the share of exchanges for which the difference of the figure is at
+    least as large as the observed one. It uses all exchanges, or the identity and ``num_swaps``
+    random ones. With D documents it is at least 2^(1 - D). Variation between training runs is not
+    covered: pass the mean over seeds. For means, this is the sign-flip test.
 
     Args:
-        figure: of the means of the columns; None: the median of the one column.
-        first, second: a model's columns.
-        documents: of the windows.
-        num_swaps: up to this number of exchanges all are made.
+        figure: function of the columns' means; None: the median of the only column.
+        first, second: columns of the first and of the second model.
+        documents: name of each window's document.
+        num_swaps: up to this number, all exchanges are used.
 
     References: Fisher 1935; Good 2005, "Permutation, parametric and bootstrap tests".
     """
@@ -43,7 +44,7 @@ def swap_p_value(
     is_exact = 2**num_documents <= num_swaps
     if is_exact:
         numbers = np.arange(2**num_documents)[:, None]
-        swapped = (numbers >> np.arange(num_documents)) & 1  # the first row swaps nothing
+        swapped = (numbers >> np.arange(num_documents)) & 1  # the first row swaps no document
     else:
         random = np.random.default_rng([0, num_documents]).integers(
             0, 2, size=(num_swaps, num_documents)
@@ -56,7 +57,7 @@ def swap_p_value(
     if np.isnan(differences).any():
         return math.nan
     size = np.abs(differences)
-    tolerance = 1e-9 * max(float(size.max()), 1e-300)  # rounding does not break ties
+    tolerance = 1e-9 * max(float(size.max()), 1e-300)  # differences within rounding count as ties
     return float((size >= size[0] - tolerance).mean())
 
 
@@ -65,7 +66,7 @@ def _swapped_medians(
     second: Float[Array, " windows"],
     swapped: Int[Array, "swaps windows"],
 ) -> Float[Array, " swaps"]:
-    """Difference of medians for every exchange."""
+    """The difference of medians for every exchange."""
     differences = []
     for rows in np.array_split(swapped.astype(bool), _MEDIAN_CHUNKS):
         ours = np.median(np.where(rows, second, first), axis=1)
@@ -81,7 +82,7 @@ def _swapped_figures(
     swapped: Int[Array, "swaps documents"],
     document_of: Int[Array, " windows"],
 ) -> Float[Array, " swaps"]:
-    """Difference of a figure of means for every exchange."""
+    """The difference of a function of means for every exchange."""
     ours = []
     theirs = []
     for column, other in zip(first, second, strict=True):
@@ -95,11 +96,12 @@ def _swapped_figures(
 
 
 def mcnemar(first: Float[Array, " examples"], second: Float[Array, " examples"]) -> float:
-    """Exact two-sided p of "two models are right equally often".
+    """The exact two-sided p-value for the hypothesis that two models are equally often right.
 
-    Only the examples count where just one model is right: of b + c such examples
-    b ~ Binomial(b + c, 1/2), and p = min(1, 2 P(X <= min(b, c))). Values are 0 or 1. Examples
-    count as independent: where documents hold several, trust ``share_difference`` (McNemar 1947).
+    Only examples on which exactly one model is right count. Of b + c such examples, b ~ Binomial(b
+    + c, 1/2), and p = min(1, 2 P(X <= min(b, c))). Values are 0 or 1. The test assumes that
+    examples are independent: if documents have several examples, use ``share_difference`` (McNemar
+    1947).
     """
     only_first = int(np.sum(first > second))
     only_second = int(np.sum(first < second))
@@ -113,10 +115,10 @@ def small_sample_warning(
 ) -> str:
     """A warning if the sample is too small to detect the observed difference; else empty.
 
-    The smallest difference of n documents that a test at 5 % detects is about
-    max(z sqrt(E d^2 / n), 6 max|d| / n), d the examples' differences: the normal half-width, and
-    the six differing examples that an exact test needs. A true difference of this size is detected
-    every other time.
+    With n documents, the smallest difference that a test at 5 % detects is about max(z sqrt(E d^2 /
+    n), 6 max|d| / n), where d are the examples' differences. The first term is the normal
+    half-width. The second is for the six differing examples that an exact test needs. A true
+    difference of this size is detected about half of the time.
     """
     differences = np.abs(first - second)
     num_documents = len(set(documents))
@@ -138,10 +140,10 @@ def small_sample_warning(
 
 
 def holm(p_values: Float[Array, " tests"]) -> Float[Array, " tests"]:
-    """Holm's step-down correction, which keeps the family-wise error below the level.
+    """The p-values after Holm's step-down correction, which controls the family-wise error.
 
-    NaN stays NaN and does not count. p_(i) becomes max over j <= i of min(1, (m - j + 1) p_(j)),
-    for the ordered p of m tests (Holm 1979).
+    NaN stays NaN and is not counted. With the p-values of m tests in ascending order, p_(i) becomes
+    the maximum over j <= i of min(1, (m - j + 1) p_(j)) (Holm 1979).
     """
     num_tests = np.count_nonzero(~np.isnan(p_values))
     order = np.argsort(p_values, kind="stable")[:num_tests]  # NaN is last

@@ -1,4 +1,4 @@
-"""Suffix evaluation: compress a document's prefix, score the next tokens on the cache."""
+"""Suffix evaluation: the tokens after a compressed prefix are scored on its cache."""
 
 import re
 from collections import Counter
@@ -40,16 +40,16 @@ CORPORA = {
     "arxiv": "hub:ccdv/arxiv-summarization/document@test",
     "fineweb-edu": "hub:HuggingFaceFW/fineweb-edu/sample-10BT",
 }
-"""Texts that the paper evaluates on, by name."""
+"""The paper's evaluation texts, by name."""
 
 _WIKITEXT_HEADING = re.compile(r" = (?!= ).+ = \n?")
 
 
 @dataclass(frozen=True)
 class Window:
-    """Consecutive tokens of one document.
+    """Consecutive tokens from one document, split into prefix and suffix.
 
-    The prefix may begin with tokens that begin a text, such as BOS.
+    The prefix may begin with the tokens at the start of a text, such as BOS.
     """
 
     document: str
@@ -60,7 +60,7 @@ class Window:
 
     @property
     def suffix_len(self) -> int:
-        """Tokens after the prefix."""
+        """The number of tokens after the prefix."""
         return len(self.tokens) - self.prefix_len
 
 
@@ -77,17 +77,17 @@ def make_task(
     supervision: str = "suffix",
     bos: Bos = "auto",
 ) -> "SuffixTask":
-    """The suffix evaluation on windows of a corpus.
+    """The suffix evaluation on windows from a corpus.
 
     Args:
-        tokenizer: of the model.
+        tokenizer: tokenizer of the model.
         data, split: as in ``corpus_documents``.
         prefix, suffix, windows, per_document, seed: as in ``windows_from_documents``.
         supervision: as in ``SuffixTask``.
-        bos: what a window begins with (``opening_ids``).
+        bos: start of a window (``opening_ids``).
 
     Raises:
-        InputError: as in these three.
+        InputError: as in these functions and in ``SuffixTask``.
     """
     documents = corpus_documents(data, split, 10 * windows)
     opening = tuple(opening_ids(tokenizer, bos))
@@ -111,17 +111,18 @@ def make_task(
 
 
 def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> list[tuple[str, str]]:
-    """Name and text of the first documents to cut windows from, at most ``limit``.
+    """The names and texts of at most ``limit`` documents, from which windows are cut.
 
     Args:
-        name: one of ``CORPORA``, or a source as in ``kvcat.data``. A corpus that has a test split
-            is used completely.
-        split: of any other source: train, validation, test (held out by a hash of the document's
-            name), or all.
-        limit: of the documents.
+        name: one of ``CORPORA``, or a source as in ``kvcat.data``. A corpus in ``CORPORA`` with a
+            test split is used completely.
+        split: split of any other source: train, validation or test, which are separated by a hash
+            of the document's name, or all.
+        limit: largest number of documents.
 
     Raises:
-        InputError: no such source, or no document in that split; the Hub cannot be reached.
+        InputError: there is no such source, or no document in that split; the Hub cannot be
+            reached.
     """
     source = CORPORA.get(name, name)
     has_test_split = name in CORPORA and name != "fineweb-edu"
@@ -129,7 +130,7 @@ def corpus_documents(name: str, split: Split | Literal["all"], limit: int) -> li
         documents = split_documents(source, split, limit=limit)
         return [(document.id, document.text) for document in documents]
     if split not in ("test", "all"):
-        raise InputError(f"{name} is used whole: it has no split {split!r}")
+        raise InputError(f"{name} is used completely: it has no split {split!r}")
     rows = open_documents(source, text_field="article" if name == "arxiv" else "text")
     if name == "wikitext-103":
         return list(islice(_wikitext_articles(rows), limit))
@@ -147,23 +148,23 @@ def windows_from_documents(
     seed: int = 0,
     opening: Sequence[int] = (),
 ) -> list[Window]:
-    """Windows that do not overlap, drawn from the documents.
+    """Randomly placed windows from the documents, without overlap.
 
-    The first window of every document comes before the second of any.
+    The first windows of all documents precede the second window of any document.
 
     Args:
-        documents: names, which are unique, and texts.
-        tokenizer: of the texts, which get no special tokens; only as many as needed are encoded.
-        prefix_len: tokens of a prefix, the opening included.
-        suffix_len: tokens of a suffix.
-        limit: of the windows; None: none.
-        per_document: windows of a document at most.
-        seed: of the draws of documents and places.
-        opening: token ids that every prefix begins with.
+        documents: names and texts; names are unique.
+        tokenizer: encodes the texts without special tokens, and only as many texts as needed.
+        prefix_len: number of tokens in a prefix, including the opening.
+        suffix_len: number of tokens in a suffix.
+        limit: largest number of windows; None: no limit.
+        per_document: largest number of windows from one document.
+        seed: seed of the random order of documents and of the places.
+        opening: token ids at the start of every prefix.
 
     Raises:
-        InputError: no document is long enough, two documents share a name, a length or count out of
-            range.
+        InputError: no document is long enough, two documents share a name, or a length or count is
+            out of range.
     """
     limited = {} if limit is None else {"limit": limit}
     check_least(1, prefix_len=prefix_len, per_document=per_document, **limited)
@@ -213,7 +214,7 @@ def _check_unique(names: Sequence[str]) -> None:
 def _window_starts(
     generator: np.random.Generator, num_tokens: int, length: int, limit: int
 ) -> list[int]:
-    """Starts of windows of a document, which is cut into blocks at a random offset."""
+    """The starts of a document's windows: it is cut into blocks at a random offset."""
     num_blocks = num_tokens // length
     offset = int(generator.integers(num_tokens - num_blocks * length + 1))
     blocks = generator.permutation(num_blocks)[:limit]
@@ -221,9 +222,9 @@ def _window_starts(
 
 
 def _wikitext_articles(lines: Iterator[Document]) -> Iterator[tuple[str, str]]:
-    """Name and text of articles, which reach from one heading of the first level to the next.
+    """The names and texts of articles, each from one first-level heading to the next.
 
-    WikiText has a row per line.
+    WikiText has one row per line.
     """
     name = ""
     text: list[str] = []
@@ -241,11 +242,11 @@ def _wikitext_articles(lines: Iterator[Document]) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class PreparedWindows(Prepared):
-    """Windows of equal lengths on one model."""
+    """Windows of equal lengths that are scored on one model."""
 
     @cached_property
     def trace(self) -> Trace:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The windows with the sequence that compressors are fitted to."""
+        """The trace of the windows with the text to which compressors are fitted."""
         tokens = self._traced.input_ids
         prefix_len = self._traced.prefix_len
         room = tokens.shape[1] - prefix_len
@@ -260,16 +261,16 @@ class PreparedWindows(Prepared):
 
     @cached_property
     def _traced(self) -> Trace:
-        """The dense forward over the windows, against which caches are scored."""
+        """The trace of the windows themselves, against which caches are scored."""
         tokens = torch.tensor([window.tokens for window in self.batch], device=self.model.device)
         return trace(self.model, tokens, self.batch[0].prefix_len)
 
     @cached_property
     @torch.no_grad()
     def _context(self) -> dict[str, Float[Tensor, " batch"]]:
-        """``nll_none`` and ``context_gain`` of the scored suffix positions that predict a token.
+        """``nll_none`` and ``context_gain``, over the scored suffix positions that predict a token.
 
-        ``nll_none`` is the NLL without the prefix; the gain is that minus the dense NLL.
+        ``nll_none`` is the NLL without the prefix. The gain is ``nll_none`` minus the dense NLL.
         """
         suffix = self._traced.suffix_ids
         opening = suffix.new_tensor(self.task.opening).expand(len(suffix), -1)
@@ -281,20 +282,20 @@ class PreparedWindows(Prepared):
         return {"nll_none": nll_none, "context_gain": nll_none - nll_dense}
 
     def _mean_nll(self, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, " batch"]:
-        """Mean NLL of the suffix tokens that scored suffix positions predict."""
+        """The mean NLL of the suffix tokens that scored suffix positions predict."""
         start = self.task.start
         targets = self._traced.suffix_ids[:, start + 1 :]
         scores = score_positions(output_head(self.model), hidden[:, start:-1], targets)
         return scores.nll.double().mean(1).cpu()
 
     def score(self, cache: CompactCache) -> list[Values]:
-        """Values of the suffix on the cache, per window."""
+        """The values of each window's suffix on the cache."""
         start = self.task.start
         scores = compare(self._traced, cache, start=start)
         columns = {name: column.double().cpu() for name, column in vars(scores).items()}
         columns.update(self._context)
         num_predicted = self._traced.suffix_ids.shape[1] - start - 1
-        # the last position of the prefix predicts the first of the suffix
+        # the last position of the prefix predicts the first token of the suffix
         num_scored = num_predicted + 1 if start == 0 else num_predicted
         rows = []
         for row in range(len(self.batch)):
@@ -307,29 +308,30 @@ class PreparedWindows(Prepared):
 
 @dataclass(frozen=True)
 class SuffixTask(Task):
-    """Windows whose suffix is scored on the compact cache of the prefix.
+    """A task on windows, whose suffixes are scored on the compact caches of their prefixes.
 
-    Values per window are those of ``kvcat.compare``, and ``nll_none``, the NLL of suffix tokens 2..
-    without the prefix; ``context_gain``, that minus the dense NLL of the same tokens;
-    ``num_tokens`` in the NLLs; ``num_predicted`` in the gain.
+    A window has the values of ``kvcat.compare`` and four others: ``nll_none``, the NLL of the
+    suffix tokens from the second on without the prefix; ``context_gain``, which is ``nll_none``
+    minus the dense NLL of the same tokens; ``num_tokens``, the number of tokens in the NLLs; and
+    ``num_predicted``, the number of tokens in the gain.
 
-    Compressors are fitted to the ``supervision``: "suffix", all of the text that is scored (the
-    paper's probe); "first-half", the first half of the suffix, of which only the second half is
-    scored; "reconstruction", the prefix repeated after an instruction.
+    ``supervision`` names the text to which compressors are fitted. "suffix" is the scored text
+    itself (the paper's choice). "first-half" is the first half of the suffix, in which case only
+    the second half is scored. "reconstruction" is the prefix, repeated after an instruction.
 
     Raises:
-        InputError: windows of unequal lengths, without a prefix or with too short a suffix; another
-            supervision.
+        InputError: windows have unequal lengths, no prefix or too short a suffix, or the
+            supervision is unknown.
 
     References: KV-CAT, appendix "Suffix perplexity under prefix KV cache compression".
     """
 
-    examples: tuple[Window, ...]  # of equal lengths
+    examples: tuple[Window, ...]  # windows of equal lengths
     dataset: str
     supervision: str = "suffix"
-    # hash of the vocabulary of the tokenizer that made the windows; empty: not compared
+    # hash of the vocabulary of the windows' tokenizer; empty: not compared
     vocabulary: str = ""
-    opening: tuple[int, ...] = ()  # token ids that every prefix begins with, such as BOS
+    opening: tuple[int, ...] = ()  # token ids at the start of every prefix, such as BOS
     evaluation: ClassVar[str] = "suffix"
     prepared: ClassVar[type[Prepared]] = PreparedWindows
     baselines: ClassVar[tuple[Baseline, ...]] = ()
@@ -351,11 +353,11 @@ class SuffixTask(Task):
 
     @property
     def start(self) -> int:
-        """First suffix position that is scored."""
+        """The first suffix position that is scored."""
         return self.examples[0].suffix_len // 2 if self.supervision == "first-half" else 0
 
     def describe(self) -> Mapping[str, Any]:
-        """Lengths, supervision, and the token ids that begin every window, if there are any."""
+        """The lengths, the supervision, and the token ids at the start of every window, if any."""
         first = self.examples[0]
         described: dict[str, Any] = {
             "prefix_len": first.prefix_len,
@@ -369,7 +371,7 @@ class SuffixTask(Task):
     def check(
         self, label: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
     ) -> None:
-        """Raise an ``InputError`` for a model with too few positions or another vocabulary."""
+        """Raise an ``InputError`` if a model has too few positions or another vocabulary."""
         if self.vocabulary:
             check_vocabulary(label, tokenizer, self.vocabulary)
         first = self.examples[0]

@@ -1,4 +1,4 @@
-"""Samples to tables: figures with intervals, and paired comparisons of models."""
+"""Tables from samples: figures with intervals, and paired comparisons of models."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -50,22 +50,22 @@ COMPARISON = (
 
 
 def summarise(records: Iterable[Record], *, num_resamples: int = 10_000) -> pd.DataFrame:
-    """One row per cell and metric, with a 95 % interval: columns ``SUMMARY``.
+    """A table with the columns ``SUMMARY``: one row per cell and metric, with a 95 % interval.
 
-    A cell is a model, method with its options, keep ratio, step and stratum. The step is missing
-    where a method has none, the stratum "" is all examples, low and high are NaN where there is no
-    interval, baseline is a score without compression. Several seeds of a compressor count as their
-    mean. Models called ``LABEL@SEED`` are training runs of one variant: the row of LABEL is their
-    mean, and its interval resamples runs and documents.
+    A cell is a model, a method with its options, a keep ratio, a step and a stratum. The step is
+    missing for methods without steps. The stratum "" is all examples. Low and high are NaN if there
+    is no interval. The column baseline marks scores without compression. Scores are averaged over
+    the seeds of a compressor. Models called ``LABEL@SEED`` are training runs of one variant. The
+    row of LABEL is their mean, and its interval covers runs and documents.
 
     Raises:
-        InputError: records of two data sets; one label for two sets of weights.
+        InputError: the records are from two data sets, or one label has two sets of weights.
     """
     return summary_of(samples_by_cell(record_table(records), num_resamples))
 
 
 def summary_of(samples: Mapping[Cell, Sample]) -> pd.DataFrame:
-    """The same of samples."""
+    """``summarise`` for samples by cell."""
     rows: list[dict[str, Any]] = []
     for cell, sample in samples.items():
         for metric in sample.metrics:
@@ -91,25 +91,28 @@ def compare_models(
     primary: Mapping[str, Any] | None = None,
     num_resamples: int = 10_000,
 ) -> pd.DataFrame:
-    """Every other model against a reference on the examples that both have: ``COMPARISON`` columns.
+    """A table with the columns ``COMPARISON``: every other model against a reference.
 
-    The difference is model minus reference, the ratio model over reference (NaN where it means
-    nothing). p is the permutation test's (``swap_p_value``); for shares it is the larger of Agresti
-    and Min's and, where every score is right or wrong, McNemar's exact p. With several training
-    runs it is at least that of Student's t over them. p_holm corrects over all rows of one model,
-    metric and level (all examples or strata) but the primary one; those rows are exploratory.
-    A verdict "better" or "worse" requires that the interval excludes 0 and p <= 0.05; else it is
-    "level". The warning says that the sample is too small for the observed difference.
-    Metrics over examples that differ by model are not compared.
+    Two models are compared on the examples that both have. The difference is model minus reference.
+    The ratio is model over reference, and NaN if it is not meaningful. p is that of the permutation
+    test (``swap_p_value``). For shares it is Agresti and Min's p or, if every score is right or
+    wrong, the larger of this and McNemar's exact p. With several training runs it is at least the p
+    of Student's t test over them. p_holm corrects for all rows with the same model, metric and
+    level (all examples or strata), except the row of the primary cell. The corrected rows are
+    exploratory.
+
+    The verdict "better" or "worse" requires that the interval excludes 0 and p <= 0.05; otherwise
+    it is "level". The warning is set if the sample is too small for the observed difference.
+    Metrics that are defined on different examples for different models are not compared.
 
     Args:
-        records: of one data set and at least two models.
+        records: records of one data set and at least two models.
         reference: label of a model, without ``@SEED``.
-        primary: of the folder's configuration; the p of this cell is not corrected.
-        num_resamples: of the bootstrap.
+        primary: primary cell from the folder's configuration; its p is not corrected.
+        num_resamples: number of bootstrap resamples.
 
     Raises:
-        InputError: no records of the reference; otherwise as ``summarise``.
+        InputError: the reference has no records; otherwise as in ``summarise``.
     """
     samples = samples_by_cell(record_table(records), num_resamples)
     return comparisons_with(samples, reference, primary)
@@ -118,7 +121,7 @@ def compare_models(
 def comparisons_with(
     samples: Mapping[Cell, Sample], reference: str, primary: Mapping[str, Any] | None = None
 ) -> pd.DataFrame:
-    """The same of samples."""
+    """``compare_models`` for samples by cell."""
     models = sorted({cell.model for cell in samples})
     if reference not in models:
         raise InputError(f"no records of model {reference!r}; there are {', '.join(models)}")
@@ -137,10 +140,11 @@ def comparisons_with(
 
 
 def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs (model, reference) worth a comparison.
+    """The pairs (model, reference) that a report compares.
 
-    With models called ``control`` or ``base``: every other model against the control, then against
-    the base, then the control against the base. Otherwise every later model against the first.
+    If models are called ``control`` or ``base``, every other model is compared with the control,
+    then with the base, and then the control with the base. Otherwise every later model is compared
+    with the first one.
     """
     references = [name for name in ("control", "base") if name in models]
     if not references:
@@ -153,7 +157,7 @@ def comparison_pairs(models: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def _comparisons(sample: Sample, other: Sample) -> list[dict[str, Any]]:
-    """The comparison of two samples of the same examples by every metric that both give."""
+    """The comparisons of two samples with equal examples, by every metric that both define."""
     return [
         _comparison(sample, other, name)
         for name in sample.metrics
@@ -165,7 +169,7 @@ def _comparisons(sample: Sample, other: Sample) -> list[dict[str, Any]]:
 
 
 def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
-    """One metric's columns of a row of ``compare_models``."""
+    """The columns of a row of ``compare_models`` that depend on the metric."""
     metric = METRICS[name]
     difference, p_value = _difference(sample, other, name)
     ratio = _ratio(sample, other, name) if metric.ratio else NO_ESTIMATE
@@ -203,13 +207,13 @@ def _difference(sample: Sample, other: Sample, name: str) -> tuple[Estimate, flo
     of_shares, share_p = share_difference(score, other_score, sample.documents)
     if set(np.unique([score, other_score])) <= {0.0, 1.0}:
         share_p = max(share_p, mcnemar(score, other_score))
-    if several_runs:  # the interval of shares does not know of training runs
+    if several_runs:  # the interval of shares does not cover variation between training runs
         return difference.union(of_shares), float(np.fmax(p_value, share_p))
     return of_shares, share_p
 
 
 def _swap_p_value(sample: Sample, other: Sample, name: str) -> float:
-    """The permutation p of a metric, on the means over training runs."""
+    """The permutation p-value of a metric, on the means over training runs."""
     columns = columns_of(name)
     return swap_p_value(
         METRICS[name].function,
@@ -231,12 +235,12 @@ def _warning(sample: Sample, other: Sample, name: str) -> str:
 
 
 def _scores(sample: Sample, other: Sample, name: str) -> tuple[Array, Array]:
-    """Each example's score, the mean over training runs, of both samples."""
+    """The scores of each example in both samples, averaged over training runs."""
     return sample.columns[name].mean(axis=0), other.columns[name].mean(axis=0)
 
 
 def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Series:
-    """The rows of the primary cell: all examples, the last step."""
+    """A mask of the rows of the primary cell: all examples, last step."""
     if primary is None or frame.empty:
         return pd.Series(False, index=frame.index)
     in_cell = frame["stratum"] == ""
@@ -250,7 +254,7 @@ def _is_primary(frame: pd.DataFrame, primary: Mapping[str, Any] | None) -> pd.Se
 
 
 def _correct_p_values(frame: pd.DataFrame) -> None:
-    """Set ``p_holm`` of the exploratory rows."""
+    """Set ``p_holm`` in the exploratory rows."""
     baseline = frame["method"].isin(BASELINES)
     in_tables = ~baseline | baseline.all()  # the tables of methods do not show baselines
     tested = frame[in_tables & ~frame["primary"]]
@@ -263,7 +267,7 @@ def _correct_p_values(frame: pd.DataFrame) -> None:
 
 
 def _corrected_once(rows: pd.DataFrame) -> Array:
-    """Holm's p of a metric of the dense model: one test for all methods and keep ratios."""
+    """Holm's p-values for a metric of the dense model, which is one test for all methods."""
     tests = rows[["stratum", "p"]].drop_duplicates()
     tests = tests.assign(p_holm=holm(tests["p"].to_numpy(float)))
     return rows[["stratum", "p"]].merge(tests, how="left")["p_holm"].to_numpy()

@@ -1,4 +1,4 @@
-"""Base classes of evaluations: examples, how a batch of them is scored, the methods compared."""
+"""Base classes of tasks: examples, the scoring of a batch, and the methods to compare."""
 
 import hashlib
 import json
@@ -18,30 +18,30 @@ Values = dict[str, float]
 
 @dataclass(frozen=True)
 class Baseline:
-    """A score without compression, next to which the compressed ones are reported."""
+    """A score without compression, reported next to the compressed ones."""
 
-    name: str  # dense (whole cache), no-context (none) or truncated (plain text of that length)
-    keep_ratio: float  # fraction of the context's tokens that it sees, in [0, 1]
+    name: str  # dense (whole cache), no-context, or truncated (plain text of the given length)
+    keep_ratio: float  # fraction of the context's tokens that are seen, in [0, 1]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A compressor to evaluate, and on how much."""
+    """A compressor to evaluate, with its keep ratios and number of examples."""
 
     name: str  # e.g. attention-matching
-    options: Mapping[str, Any] = field(default_factory=dict)  # as given, JSON values
+    options: Mapping[str, Any] = field(default_factory=dict)  # options that were set, JSON values
     keep_ratios: tuple[float, ...] | None = None  # each in (0, 1]; None: the evaluation's
-    num_examples: int | None = None  # only the first; None: all
+    num_examples: int | None = None  # number of first examples; None: all
 
     @property
     def label(self) -> str:
-        """Name with options, as in tables."""
+        """The name with the options, as in tables."""
         return method_label(self.name, self.options)
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A batch of a task's examples on one model."""
+    """A batch of a task's examples that is scored on one model."""
 
     task: Any
     model: PreTrainedModel
@@ -49,23 +49,23 @@ class Prepared:
     batch: Sequence[Any]
 
     trace: ClassVar[Any]
-    """What compressors are fitted to, a row per example; a cached property where contexts exist."""
+    """The trace to which compressors are fitted, a row per example; a subclass caches it."""
 
     def score(self, cache: CompactCache) -> list[Values]:
-        """Values per example when the compact cache replaces the context."""
+        """The values of each example when the compact cache replaces the context."""
         raise NotImplementedError
 
     def baseline(self, baseline: Baseline) -> list[Values]:
-        """Values per example under one of the task's baselines."""
+        """The values of each example for one of the task's baselines."""
         raise NotImplementedError
 
 
 class Task:
-    """An evaluation's examples and how they are scored; subclasses are frozen dataclasses.
+    """The base class of tasks: examples, and their scoring; subclasses are frozen dataclasses.
 
-    Examples are frozen dataclasses, the first n a fair sample. Each has ``document`` (its source,
-    the unit that intervals resample), ``name`` (unique in the document) and ``stratum`` (examples
-    that are also reported apart; may be empty).
+    Examples are frozen dataclasses; the first n are a fair sample. Each has ``document`` (its
+    source, the unit that intervals resample), ``name`` (unique in the document) and ``stratum``
+    (group that is also reported separately; may be empty).
     """
 
     evaluation: ClassVar[str]  # name of its ``Evaluation``, whose facts a report shows
@@ -76,24 +76,24 @@ class Task:
     dataset: str  # its name, part of every record
 
     def describe(self) -> Mapping[str, Any]:
-        """Settings that the results depend on besides the examples, JSON values."""
+        """The settings on which the results depend, except the examples, as JSON values."""
         return {}
 
     def batch_key(self, example: Any) -> Hashable:  # noqa: ARG002
-        """Neighbouring examples of equal keys may share a batch."""
+        """A key of the example; neighbouring examples with equal keys may share a batch."""
         return None
 
     def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
-        """Raise ``InputError`` for a model that cannot run these examples, before heavy work."""
+        """Raise ``InputError``, before heavy work, if a model cannot run these examples."""
         raise NotImplementedError
 
     def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
-        """The batch on a model."""
+        """The batch, prepared for a model."""
         return self.prepared(self, model, tokenizer, batch)
 
 
 def manifest(examples: Sequence[Any]) -> str:
-    """A hash of all fields of the examples, so that a folder is about these and no others."""
+    """A hash of all fields of the examples, which ties a results folder to these examples."""
     digest = hashlib.sha256()
     for example in examples:
         digest.update(json.dumps(sorted(vars(example).items()), default=str).encode() + b"\n")
@@ -107,7 +107,7 @@ def vocabulary(tokenizer: Any) -> str:
 
 
 def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
-    """Raise ``InputError`` for a tokenizer whose vocabulary has another hash than ``wanted``."""
+    """Raise ``InputError`` if the hash of the tokenizer's vocabulary is not ``wanted``."""
     if tokenizer is None or vocabulary(tokenizer) != wanted:
         actual = "none" if tokenizer is None else "another one"
         raise InputError(
@@ -118,7 +118,7 @@ def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
 def check_fits(
     label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str
 ) -> None:
-    """Raise ``InputError`` for sequences that a model has no positions or no tokens for.
+    """Raise ``InputError`` if a model has too few positions or tokens for the sequences.
 
     ``what`` names the sequences, and ``largest`` is their largest token.
     """
@@ -135,7 +135,7 @@ def check_fits(
 
 
 def check_keep_ratios(keep_ratios: Sequence[float]) -> None:
-    """Raise ``InputError`` for a keep ratio outside (0, 1]."""
+    """Raise ``InputError`` if a keep ratio is outside (0, 1]."""
     for keep_ratio in keep_ratios:
         if not 0.0 < keep_ratio <= 1.0:
             raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")

@@ -70,7 +70,7 @@ def chunked_objective(
         head: the model's output head. Its W must be a plain tensor: a sharded model unshards it
             around this call, as FSDP2 does inside the forward of the module that has it.
         dense_hidden: output of the model's final norm in the dense pass.
-        masked_hidden: the same of the masked pass; None for the control, whose total has no KL.
+        masked_hidden: the same for the masked pass; None for the control, whose total has no KL.
         targets: the token that each position predicts.
         mask_weight, anchor_weight: lambda_mask and lambda_anchor, >= 0.
         chunk_tokens: positions per chunk, at least 1; None: 1,024, or as many as have 2^26 logits.

@@ -1,6 +1,6 @@
-"""Training recipes: complete configurations as data; keywords override any field.
+"""Training recipes: complete configurations whose fields can be overridden by keyword.
 
-``pretrain`` makes the base model of the package, ``demo`` is the demo.
+``pretrain`` trains the base model of the package, and ``demo`` runs the demo.
 """
 
 import dataclasses
@@ -16,11 +16,11 @@ __all__ = ["RECIPES", "Recipe", "qwen2_5_0_5b", "qwen2_5_1_5b", "small"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """A named configuration; calling it with overrides gives the ``TrainConfig``."""
+    """A named configuration; a call with overrides returns the ``TrainConfig``."""
 
     name: str
-    about: str  # what it is, one line
-    values: dict[str, Any]  # fields that differ from the defaults
+    about: str  # one line about the recipe
+    values: dict[str, Any]  # the fields that differ from the defaults
 
     def __call__(self, **overrides: Any) -> TrainConfig:
         """The configuration with these fields.
@@ -28,7 +28,7 @@ class Recipe:
         The default output folder is ``runs/NAME-POLICY``.
 
         Raises:
-            InputError: no model, an unknown field, or a value out of range.
+            InputError: there is no model, a field is unknown, or a value is out of range.
         """
         values = {**self.values, **overrides}
         if not values.get("model"):
@@ -38,7 +38,7 @@ class Recipe:
         return TrainConfig.from_dict(values)
 
     def default_output(self, values: dict[str, Any]) -> str:
-        """The folder of a run with these fields: ``runs/NAME-POLICY``."""
+        """The default output folder of a run with these fields: ``runs/NAME-POLICY``."""
         policy, _ = parse_spec(values.get("policy", "router"), "policy")
         kind = "frozen-teacher" if values.get("teacher") == "frozen" else policy
         return f"runs/{self.name}-{kind}"
@@ -72,7 +72,7 @@ qwen2_5_1_5b = Recipe(
 
 
 class _Variant(NamedTuple):
-    """A variant of every recipe: its description, and the fields that differ."""
+    """A variant that every recipe has: its description, and the fields that differ."""
 
     about: str
     values: dict[str, Any]
@@ -98,7 +98,7 @@ _VARIANTS = {
 
 
 def _recipes() -> dict[str, Recipe]:
-    """The recipes and the variants of each, by name."""
+    """All recipes and their variants, by name."""
     recipes = {recipe.name: recipe for recipe in (small, qwen2_5_0_5b, qwen2_5_1_5b)}
     variants: dict[str, Recipe] = {}
     for name, recipe in recipes.items():

@@ -1,4 +1,4 @@
-"""The demo: KV-CAT and its control trained from the small base, compressed and reported."""
+"""The demo: KV-CAT and its control are trained from the small base, and compared in a report."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -27,10 +27,10 @@ class DemoPlan:
         name: name of the plan.
         max_steps: training steps of KV-CAT and of the control.
         batch_size, seq_len: batch size and sequence length of both.
-        num_windows: held-out windows, 768 + 256 tokens each.
-        evictions: eviction methods that are compared.
-        gradient_windows: windows of the gradient method.
-        gradient_steps: its steps.
+        num_windows: number of held-out windows, 768 + 256 tokens each.
+        evictions: eviction methods to compare.
+        gradient_windows: number of windows for the gradient method.
+        gradient_steps: number of steps of the gradient method.
         keep_ratios: keep ratios of all other methods.
         gradient_keep_ratios: keep ratios of the gradient method.
     """
@@ -48,7 +48,7 @@ class DemoPlan:
 
     @property
     def methods(self) -> list[Method]:
-        """The evaluated methods."""
+        """The methods that the demo evaluates."""
         evictions = [Method(name) for name in self.evictions]
         gradient = Method(
             "gradient",
@@ -98,12 +98,12 @@ def training_config(
 ) -> TrainConfig:
     """The demo's training configuration.
 
-    ``control`` and ``router`` differ in the policy alone, so they see the same tokens. The learning
-    rate and the weight of the distillation are lower than in the other recipes, because the base is
-    small and at the end of its schedule. The masked pass runs suffixes alone, on a quarter of the
-    slots of their prefixes. The routers' target falls to this quarter over the first quarter of the
-    run (see docs/log.md). The data seed differs from the base's, which has seen the first documents
-    of its order.
+    The configurations of ``control`` and ``router`` differ only in the policy, so they see the same
+    tokens. The learning rate and the weight of the distillation are lower than in the other
+    recipes, because the base is small and at the end of its schedule. The masked pass runs only
+    suffixes, on a quarter of the slots of their prefixes. The routers' target falls to this quarter
+    during the first quarter of the run (see docs/log.md). The data seed differs from that of the
+    base, which has already seen the first documents in its order.
     """
     return TrainConfig.from_dict(
         {
@@ -120,7 +120,7 @@ def training_config(
             "prefix_range": [0.5, 0.9],
             "target_keep": 0.25,
             "target_warmup_steps": plan.max_steps // 4,
-            "router_noise": 0.0,  # the documented figures are from before the noise
+            "router_noise": 0.0,  # the documented figures were made without noise
             "seed": seed + 1,
             "device": device,
             "validation_every": max(1, plan.max_steps // 6),
@@ -133,10 +133,10 @@ def training_config(
 def run_demo(
     plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False
 ) -> Path:
-    """Train, compress, measure and report; returns the path of ``report.html``.
+    """The path of ``report.html``, after training, compression and evaluation.
 
-    Every part continues where it was stopped: the runs from their checkpoints, the evaluation from
-    its records.
+    Every part continues from where it was stopped: the runs from their checkpoints, the evaluation
+    from its records.
 
     Args:
         plan: the size of each part.
@@ -146,7 +146,7 @@ def run_demo(
         from_scratch: pretrain the base first.
 
     Raises:
-        InputError: the folder contains something else, or a demo with another plan or seed.
+        InputError: the folder contains other files, or a demo with another plan or seed.
     """
     _claim(out, {"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch})
     base = BASE_NAME
@@ -180,7 +180,7 @@ def run_demo(
 
 
 def _claim(out: Path, description: dict[str, Any]) -> None:
-    """Make the folder of a demo, or check that it belongs to this one."""
+    """Create the folder of a demo, or check that it has the same plan and seed."""
     in_json = json.loads(json.dumps(description))
     with one_writer(out):
         existing = claim_folder(out, "demo.json", in_json)

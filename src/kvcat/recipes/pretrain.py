@@ -1,4 +1,4 @@
-"""How the small base model that comes with the package was made."""
+"""The pretraining of the small base model that comes with the package."""
 
 from pathlib import Path
 
@@ -18,7 +18,7 @@ TOKENIZER_DOCUMENTS = 800
 
 
 def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of 1,024 tokens, learned from the documents.
+    """A byte-level BPE tokenizer with 1,024 tokens, learned from the documents.
 
     Every byte has a token, so any text can be encoded.
     """
@@ -42,10 +42,11 @@ def train_tokenizer(documents: list[Document]) -> PreTrainedTokenizerFast:
 def write_untrained(folder: Path, seed: int) -> None:
     """Write an untrained model and its tokenizer as a Hugging Face folder.
 
-    Qwen2 with grouped-query attention, 6 layers, width 96, about 0.7 million parameters.
+    The model is a Qwen2 with grouped-query attention, 6 layers, width 96 and about 0.7 million
+    parameters.
 
     Args:
-        folder: to write.
+        folder: folder to write.
         seed: seed of the weights and of the documents for the tokenizer.
     """
     config = Qwen2Config(
@@ -70,9 +71,9 @@ def write_untrained(folder: Path, seed: int) -> None:
 
 
 def pretrain(output: Path, *, device: str = "cpu") -> Path:
-    """Pretrain the base from random weights, or continue; returns its Hugging Face folder.
+    """The Hugging Face folder of the base, pretrained from random weights; continues a run.
 
-    Plain next-token training on 23 million tokens of the installed Python sources.
+    It is trained with the plain next-token loss on 23 million tokens of installed Python sources.
     """
     config = TrainConfig(
         model=str(output / "untrained"),

@@ -1,4 +1,4 @@
-"""Reports: records to tables, plots and one page that works offline."""
+"""Reports on records: tables, plots and one page that works offline."""
 
 from kvcat.report.page import write_report
 from kvcat.report.results import read_results

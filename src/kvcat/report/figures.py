@@ -10,7 +10,7 @@ import pandas as pd
 from kvcat.evals import METRICS
 
 NO_STEP = -1
-"""Replaces a missing number of gradient steps, so that rows compare equal."""
+"""The value of a missing number of gradient steps, so that rows compare equal."""
 _MISSING = "--"
 _LATEX_ESCAPES = {
     "\\": r"\textbackslash{}",
@@ -26,21 +26,21 @@ _LATEX_MARKS = {"better": "$^+$", "worse": "$^-$"}
 
 @dataclass(frozen=True)
 class Figure:
-    """A number in a table, with its interval and, where models are compared, its verdict."""
+    """A number in a table, with its interval and, if models are compared, its verdict."""
 
-    value: float  # shares, not percent
+    value: float  # shares in [0, 1], not percent
     low: float = math.nan  # NaN: no interval
     high: float = math.nan
     decimals: int = 3
     percent: bool = False
     signed: bool = False
     verdict: str = ""  # better, worse or level
-    exploratory: bool = False  # the verdict does not survive the correction for many comparisons
-    primary: bool = False  # the one cell that decides
+    exploratory: bool = False  # not significant after the correction for many comparisons
+    primary: bool = False  # belongs to the primary cell
     paper: str = ""  # the paper's figure for the same cell
 
     def shown(self, value: float) -> str:
-        """A value with the digits of this figure; ``--`` where there is none."""
+        """A value with the digits of this figure; ``--`` if it is missing."""
         if math.isnan(value):
             return _MISSING
         sign = "+" if self.signed else ""
@@ -53,40 +53,40 @@ class Figure:
 
     @property
     def text(self) -> str:
-        """The value as shown."""
+        """The value as it is shown."""
         return self.shown(self.value)
 
     @property
     def interval(self) -> str:
-        """The interval as shown; empty where there is none."""
+        """The interval as it is shown; empty if there is none."""
         if math.isnan(self.low):
             return ""
         return f"[{self.shown(self.low)}, {self.shown(self.high)}]"
 
     @property
     def decided(self) -> str:
-        """``better`` or ``worse``, else empty."""
+        """``better`` or ``worse``; empty for any other verdict."""
         return self.verdict if self.verdict in ("better", "worse") else ""
 
 
 Cell = str | Figure
 Line = dict[str, Cell]
-"""A row of a table by column head."""
+"""The cells of a row, by the heading of the column."""
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table as every format writes it: cells are ``str`` or ``Figure``, texts come first."""
+    """A table for all formats, with cells ``str`` or ``Figure``; columns of texts come first."""
 
-    name: str  # of its files
+    name: str  # name of its files
     title: str
     caption: str
     frame: pd.DataFrame = field(repr=False)
-    notes: tuple[str, ...] = ()  # sentences that a reader of the figures must know
+    notes: tuple[str, ...] = ()  # sentences that readers need to interpret the figures
 
     @property
     def num_labels(self) -> int:
-        """Number of leading columns of texts."""
+        """The number of columns of texts, which come first."""
         for rank, name in enumerate(self.frame):
             if not all(isinstance(cell, str) for cell in self.frame[name]):
                 return rank
@@ -94,7 +94,7 @@ class Table:
 
 
 def summary_figure(row: pd.Series, paper: str = "") -> Figure:
-    """The figure of a row of the summary; its metric is a field or the row's name."""
+    """The figure in a row of the summary; its metric is a field or the row's name."""
     metric = METRICS[row.get("metric", row.name)]
     return Figure(
         row["value"],
@@ -108,7 +108,7 @@ def summary_figure(row: pd.Series, paper: str = "") -> Figure:
 
 
 def difference_figure(row: pd.Series) -> Figure:
-    """The difference of a row of the comparisons."""
+    """The difference in a row of the comparisons."""
     metric = METRICS[row.get("metric", row.name)]
     return Figure(
         row["difference"],
@@ -122,7 +122,7 @@ def difference_figure(row: pd.Series) -> Figure:
 
 
 def ratio_figure(row: pd.Series) -> Figure:
-    """The ratio of a row of the comparisons."""
+    """The ratio in a row of the comparisons."""
     return Figure(row["ratio"], row["ratio_low"], row["ratio_high"], **_judgement(row))
 
 
@@ -141,18 +141,18 @@ def keep_label(keep_ratio: float) -> str:
 
 
 def step_label(step: int) -> str:
-    """A number of gradient steps; empty without."""
+    """A number of gradient steps as text; empty if there are none."""
     return "" if step == NO_STEP else str(step)
 
 
 def slug(text: str) -> str:
-    """A text as a part of a file's name or a label."""
+    """A text, changed so that it can be part of a file's name or of a label."""
     kept = [c if c.isascii() and (c.isalnum() or c in ".-") else " " for c in text]
     return "-".join("".join(kept).split())
 
 
 def write_table(table: Table, folder: Path, prefix: str = "") -> None:
-    """Write ``folder/PREFIXNAME`` as ``.md`` and ``.tex``."""
+    """Write a table to ``folder/PREFIXNAME.md`` and ``.tex``."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{prefix}{table.name}"
     (folder / f"{name}.md").write_text(markdown(table), encoding="utf-8")
@@ -160,7 +160,7 @@ def write_table(table: Table, folder: Path, prefix: str = "") -> None:
 
 
 def markdown(table: Table) -> str:
-    """The table with its caption above and its notes below."""
+    """The table as Markdown, between its caption and its notes."""
     columns = list(table.frame.columns)
     rows = table.frame.map(_markdown_cell).to_numpy().tolist()
     lines = [" | ".join(row) for row in [columns, ["---"] * len(columns), *rows]]
@@ -171,8 +171,8 @@ def markdown(table: Table) -> str:
 def latex(table: Table, label: str) -> str:
     """A ``table`` environment for a document that loads ``booktabs`` and ``adjustbox``.
 
-    Intervals and the paper's figures are small and below the figures. A table larger than a page
-    is scaled down to it.
+    Intervals and the paper's figures are printed in small type below the figures. A table that is
+    larger than a page is scaled down to fit.
     """
     num_figures = table.frame.shape[1] - table.num_labels
     tabular = table.frame.map(_latex_cell).to_latex(
@@ -191,7 +191,7 @@ def latex(table: Table, label: str) -> str:
 
 
 def escape(text: str) -> str:
-    """Plain text as LaTeX; line breaks become spaces."""
+    """Plain text, escaped for LaTeX; line breaks become spaces."""
     characters = " ".join(text.split())
     return "".join(_LATEX_ESCAPES.get(character, character) for character in characters)
 
@@ -207,7 +207,7 @@ def _markdown_cell(cell: Cell) -> str:
 def _latex_cell(cell: Cell) -> str:
     if isinstance(cell, str):
         text = escape(cell)
-        if text.startswith(("[", "*")):  # \\ would read these as its argument
+        if text.startswith(("[", "*")):  # \\ would treat these as its argument
             return f"{{}}{text}"
         return text
     text = f"\\textbf{{{cell.text}}}" if cell.primary else cell.text
@@ -218,5 +218,5 @@ def _latex_cell(cell: Cell) -> str:
 
 
 def _minus(number: str) -> str:
-    """Hyphens of numbers as minus signs."""
+    """A number in LaTeX with minus signs instead of hyphens."""
     return number if number == _MISSING else number.replace("-", "$-$")

@@ -1,4 +1,4 @@
-"""Results folders and training runs to one report: the page, with tables and plots as files."""
+"""The report on results folders and training runs: a page, with tables and plots as files."""
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,23 +40,23 @@ def write_report(
     paper_model: str | None = None,
     num_resamples: int = 10_000,
 ) -> Path:
-    """Path of ``report.html``, with tables (``.md``, ``.tex``, ``.csv``) and plots next to it.
+    """The path of ``report.html``; tables (``.md``, ``.tex``, ``.csv``) and plots are next to it.
 
-    The CSV files hold every figure in full precision.
+    The CSV files contain every figure in full precision.
 
     Args:
-        folders: results folders of any evaluations, each a section, or what ``read_results`` gave;
-            may be empty where runs are given.
-        out_dir: the report's folder; files of an earlier report are replaced.
-        title: of the page.
-        runs: model label to training run, for the training diagnostics.
-        context: further facts about what was run.
-        paper_model: which of the paper's models ours are; its figures are then in the tables.
-        num_resamples: of the bootstrap.
+        folders: results folders of any evaluations, or results of ``read_results``; each is one
+            section. They may be empty if there are runs.
+        out_dir: folder of the report; files of an earlier report are replaced.
+        title: title of the page.
+        runs: training run by model label, for the training diagnostics.
+        context: further facts to show about the runs.
+        paper_model: the paper's model that ours correspond to; its figures are then in the tables.
+        num_resamples: number of bootstrap resamples.
 
     Raises:
-        InputError: nothing to report, damaged results, a run without metrics, a model that the
-            paper lacks.
+        InputError: there is nothing to report, results are damaged, a run has no metrics, or the
+            paper has no such model.
     """
     if not folders and not runs:
         raise InputError("nothing to report: no results folder and no run given")
@@ -85,7 +85,7 @@ def write_report(
 
 @dataclass(frozen=True)
 class Section:
-    """An evaluation as the template shows it, with the first plot and table open, others folded."""
+    """A section for one evaluation; all but the first plot and table are folded."""
 
     title: str
     results: Results
@@ -94,7 +94,7 @@ class Section:
 
     @property
     def subtitle(self) -> str:
-        """The data."""
+        """A line about the data."""
         config = self.results.config
         facts = self.results.evaluation
         text = f"{config['num_examples']} {facts.example_name}s of {config['dataset']}"
@@ -105,7 +105,7 @@ class Section:
 
     @property
     def cell(self) -> str:
-        """The cell that the tiles show, and who chose it."""
+        """A sentence about the cell that the tiles show, and about how it was chosen."""
         method, keep_ratio, step = self.results.cell
         place = method
         if step != NO_STEP:
@@ -124,7 +124,7 @@ class Section:
 
     @property
     def tiles(self) -> list["Tile"]:
-        """Figures at the top: comparisons of the first pair, or the figures of a single model."""
+        """The tiles at the top: comparisons of the first pair, or the figures of a single model."""
         if not self.results.pairs:
             return list(self._value_tiles())
         return list(self._comparison_tiles(*self.results.pairs[0]))
@@ -157,14 +157,14 @@ class Section:
             yield Tile(label, compared.loc[name, column], points, detail)
 
     def _figures(self, model: str) -> pd.Series:
-        """Figures of a model in the cell of the tiles, by metric."""
+        """The figures of a model in the cell of the tiles, by metric."""
         rows = _at(self.results.rows, self.results.cell)
         rows = rows[(rows["model"] == model) & (rows["stratum"] == "")]
         return rows.set_index("metric")["figure"]
 
     @property
     def facts(self) -> dict[str, str]:
-        """The configuration, and every line of provenance."""
+        """The configuration and all lines of provenance, by name."""
         facts = dict(self.results.config)
         for rank, event in enumerate(self.results.events):
             facts[f"{event.get('event', 'run')} {rank}"] = event
@@ -181,11 +181,11 @@ class Tile:
     label: str
     figure: Figure
     unit: str
-    detail: str  # what it compares, or its unit
+    detail: str  # compared figures, or the unit
 
 
 def _named(results: Sequence[Results]) -> list[Results]:
-    """Each folder once, with a name that no other has."""
+    """The results, each folder once and with a unique name."""
     by_folder = {result.folder.resolve(): result for result in results}
     names = [folder.name for folder in by_folder]
     named = []
@@ -196,7 +196,7 @@ def _named(results: Sequence[Results]) -> list[Results]:
 
 
 def _remove_earlier(out_dir: Path) -> None:
-    """Remove the files of an earlier report."""
+    """Remove the files of an earlier report from the folder."""
     if (out_dir / "report.html").exists():
         for pattern in _FILES:
             for earlier in out_dir.glob(pattern):
@@ -204,7 +204,7 @@ def _remove_earlier(out_dir: Path) -> None:
 
 
 def _write_csv(results: Sequence[Results], out_dir: Path) -> None:
-    """Every row of all folders in full precision."""
+    """Write the rows of all folders as CSV files in full precision."""
     for name in ("summary", "comparisons", "costs"):
         frames = []
         for result in results:
@@ -218,7 +218,7 @@ def _write_csv(results: Sequence[Results], out_dir: Path) -> None:
 
 
 def _section(results: Results, out_dir: Path, *, several: bool) -> Section:
-    """An evaluation's section of the page; its tables and plots become files as well."""
+    """The section for an evaluation; its tables and plots are also written as files."""
     title = results.evaluation.title
     prefix = ""
     if several:
@@ -239,7 +239,7 @@ def _render(
     training: DrawnPlot | None,
     context: Mapping[str, str],
 ) -> str:
-    """The whole page; no request leaves it."""
+    """The HTML of the page, which loads nothing from other places."""
     environment = Environment(
         loader=PackageLoader("kvcat.report", "."),
         autoescape=True,
@@ -255,7 +255,7 @@ def _render(
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:
-    """The rows of a cell."""
+    """The rows that belong to a cell."""
     method, keep_ratio, step = cell
     is_method = rows["method"] == method
     return rows[is_method & (rows["keep_ratio"] == keep_ratio) & (rows["step"] == step)]

@@ -1,4 +1,4 @@
-"""The paper's tables as data, and its figures for the cells of ours."""
+"""The paper's tables as data, and its figures for the cells of our tables."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -10,7 +10,7 @@ import pandas as pd
 from kvcat.errors import InputError
 from kvcat.evals import PaperFigures
 
-_VARIANTS = {  # of our labels
+_VARIANTS = {  # the paper's name of a variant, by our label
     "base": "base",
     "kvcat": "kv-cat",
     "kv-cat": "kv-cat",
@@ -24,11 +24,11 @@ _VARIANTS = {  # of our labels
 
 @lru_cache(maxsize=1)
 def paper_tables() -> pd.DataFrame:
-    """A row per printed figure, in the paper's order.
+    """A table of the figures printed in the paper, one per row, in the paper's order.
 
-    Empty or NaN are the method, steps and keep ratio without compression, steps where the paper
-    contradicts itself, the model where it names none, and the keep ratio of averages. A stratum is
-    a task, sub-domain or corpus, or ``average`` or ``total``.
+    Method, steps and keep ratio are empty or NaN without compression. So are steps where the paper
+    contradicts itself, the model where the paper names none, and the keep ratio of averages. A
+    stratum is a task, a sub-domain, a corpus, ``average`` or ``total``.
     """
     with files("kvcat.report").joinpath("paper_tables.csv").open(encoding="utf-8") as stream:
         rows = pd.read_csv(stream, dtype={"printed": str})
@@ -47,12 +47,12 @@ def _printed_figures() -> dict[tuple[str, str, str, str], list[Any]]:
 
 @dataclass(frozen=True)
 class Paper:
-    """The paper's figures for an evaluation on a data set; none if no model of it is named.
+    """The paper's figures for an evaluation on a data set; none if no paper model is named.
 
     Args:
-        model: Qwen2.5-0.5B or Qwen2.5-1.5B: what the models base, kvcat, rand and attn are.
-        figures: which of them belong to the evaluation; None: there are none.
-        dataset: name of ours.
+        model: Qwen2.5-0.5B or Qwen2.5-1.5B: model from which base, kvcat, rand and attn were made.
+        figures: figures that belong to the evaluation; None: there are none.
+        dataset: name of our data set.
     """
 
     model: str | None
@@ -93,34 +93,36 @@ class Paper:
         return ""
 
     def printed_average(self, label: str, average: str, metric: str) -> str:
-        """The same for one of our averages over strata without compression."""
+        """The paper's figure for one of our averages over strata without compression."""
         if self.figures is None or average != self.figures.average:
             return ""
         return self.printed(label, "", 1.0, 0, metric, "average")
 
     def _printed_stratum(self, figures: PaperFigures, stratum: str) -> str:
-        """What the paper calls a stratum of ours, or our data set."""
+        """The paper's name of one of our strata, or of our data set."""
         if figures.corpora:
             return figures.corpora.get(self._corpus, "")
         return stratum or figures.all_strata
 
     @property
     def _corpus(self) -> str:
-        """Name of the data set without its split."""
+        """The name of the data set without its split."""
         return self.dataset.partition(":")[0]
 
     @property
     def note(self) -> str:
-        """A note if the paper used other data."""
+        """A note if the paper used other data; otherwise empty."""
         if self.model is None or self.figures is None or not self.figures.corpora:
             return ""
         main_corpus = self.figures.main_corpus
         if self._corpus in self.figures.corpora or self._corpus.startswith(main_corpus.lower()):
             return ""
-        return f"The paper's figures are of {self.model} on {main_corpus}, ours of {self.dataset}."
+        return (
+            f"The paper's figures are for {self.model} on {main_corpus}, ours for {self.dataset}."
+        )
 
 
 def _is_same_cell(row: Any, method: str, keep_ratio: float, step: int) -> bool:
-    """Whether a printed figure of compressed caches is of this method, keep ratio and step."""
+    """Whether a printed figure belongs to this method, keep ratio and step."""
     is_same_method = row.method == method.partition(" ")[0] and row.keep_ratio == keep_ratio
     return is_same_method and bool(pd.isna(row.steps) or row.steps == step)

@@ -1,4 +1,4 @@
-"""The plots of a report: panels in a row in a PNG file and one by one on the page."""
+"""The plots of a report: all panels of a plot in one PNG file, single panels on the page."""
 
 import base64
 import io
@@ -19,7 +19,7 @@ from kvcat.evals import METRICS, LinePlot
 from kvcat.report.figures import NO_STEP, keep_label, slug
 from kvcat.report.results import Results
 
-# Okabe and Ito's palette, from the pair that differs most; markers differ as well
+# Okabe and Ito's palette; the two colours that differ most come first; markers differ as well
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#666666")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#808080"
@@ -45,21 +45,21 @@ _PANEL_HEIGHT = 3.6
 _PANEL_PADDING = 0.05
 _DPI = 150
 _PANELS_PER_ROW = 3
-_LONG_LABEL = 14  # letters, of a legend
+_LONG_LABEL = 14  # letters in a legend
 Draw = Callable[[Any], None]
 
 
 @dataclass(frozen=True)
 class Plot:
-    """Panels that belong together: the title of each, and what draws it on matplotlib axes."""
+    """Panels that belong together; each has a title and a function that draws on given axes."""
 
-    name: str  # of the file
+    name: str  # name of the file
     title: str
     panels: Sequence[tuple[str, Draw]]
-    same_scale: bool = False  # all panels have the same y axis
+    same_scale: bool = False  # whether all panels have the same y axis
 
     def draw(self) -> "DrawnPlot":
-        """The panels in rows on one canvas."""
+        """All panels, drawn in rows on one canvas."""
         num_columns = min(_PANELS_PER_ROW, len(self.panels))
         num_rows = -(-len(self.panels) // num_columns)
         size = (_PANEL_WIDTH * num_columns, _PANEL_HEIGHT * num_rows)
@@ -82,21 +82,21 @@ class Plot:
 
 @dataclass(frozen=True)
 class DrawnPlot:
-    """A plot on its canvas."""
+    """A plot that is drawn on its canvas."""
 
-    name: str  # of the file
+    name: str  # name of the file
     title: str
     canvas: Canvas
     panels: list[Any]  # matplotlib axes
 
     def save(self, target: Path) -> None:
-        """Write all panels as a PNG file."""
+        """Write all panels to a PNG file."""
         target.parent.mkdir(parents=True, exist_ok=True)
         with mpl.rc_context(STYLE):
             self.canvas.savefig(target, metadata={"Software": None})
 
     def images(self) -> list[tuple[str, str]]:
-        """Title and address (``data:``) of an SVG image of each panel, without the title."""
+        """The title of each panel, and a ``data:`` address of an SVG image without this title."""
         with mpl.rc_context(STYLE):
             return [(panel.get_title(), self._svg_address(panel)) for panel in self.panels]
 
@@ -119,7 +119,7 @@ class DrawnPlot:
 
 
 def _add_legend(axes: Any) -> None:
-    """A legend below the axes if there are several lines."""
+    """Add a legend below the axes if there are several lines."""
     handles, labels = axes.get_legend_handles_labels()
     if len(labels) > 1:
         num_columns = 2 if max(map(len, labels)) > _LONG_LABEL else 3
@@ -129,7 +129,7 @@ def _add_legend(axes: Any) -> None:
 
 
 def result_plots(results: Results) -> list[Plot]:
-    """All plots of a folder, the most important first; none where nothing was compressed."""
+    """All plots of a folder, the most important first; empty if nothing was compressed."""
     if not results.methods:
         return []
     differences = [
@@ -140,7 +140,7 @@ def result_plots(results: Results) -> list[Plot]:
 
 
 def difference_plot(results: Results, model: str, reference: str) -> Plot:
-    """Gain and what a user gets, a line per method, on one scale."""
+    """The plot of differences between two models in the two main metrics, a line per method."""
     rows = results.pair_rows[model, reference]
     rows = rows[rows["final"]]
     panels = []
@@ -156,7 +156,7 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot:
 
 
 def headline_plot(results: Results) -> Plot:
-    """Quality of the first method against the slots kept."""
+    """The plot of the first method's quality against the slots kept."""
     method = results.methods[0]
     whole = results.compressed(results.rows)
     rows = whole[whole["final"] & (whole["method"] == method)]
@@ -168,7 +168,7 @@ def headline_plot(results: Results) -> Plot:
 
 
 def _plotted(results: Results) -> list[str]:
-    """The metrics that the evaluation names, or the first two where they have the same unit."""
+    """The metrics that the evaluation plots; by default two with the same unit."""
     recorded = set(results.metrics)
     plotted = [name for name in results.evaluation.plotted_metrics if name in recorded]
     if plotted:
@@ -179,7 +179,7 @@ def _plotted(results: Results) -> list[str]:
 
 
 def _step_plots(results: Results) -> Iterator[Plot]:
-    """Quality against gradient steps, a panel per method and keep ratio, if methods have steps."""
+    """Plots of quality against gradient steps, with a panel per method and keep ratio."""
     rows = results.whole[results.whole["step"] != NO_STEP]
     if rows.empty:
         return
@@ -193,7 +193,7 @@ def _step_plots(results: Results) -> Iterator[Plot]:
 
 
 def save_line_plot(plot: LinePlot, file: Path) -> Path:
-    """The file, a PNG, to which all panels are written."""
+    """The path of the PNG file, after all panels were written to it."""
     models = list(dict.fromkeys(plot.rows["model"]))
     panels = []
     for column, title in plot.panels.items():
@@ -203,7 +203,7 @@ def save_line_plot(plot: LinePlot, file: Path) -> Path:
 
 
 def _draw_line_plot(plot: LinePlot, column: str, models: Sequence[str], axes: Any) -> None:
-    """One line per model, log-log, without values of zero."""
+    """Draw one line per model on logarithmic axes; values of zero are left out."""
     positive = plot.rows[plot.rows[column] > 0.0]
     for model in models:
         line = positive[positive["model"] == model].sort_values(plot.x)
@@ -225,13 +225,13 @@ def _draw_line_plot(plot: LinePlot, column: str, models: Sequence[str], axes: An
 
 
 def line_style(name: str, names: Sequence[str]) -> dict[str, str]:
-    """Colour and marker of a line, fixed by the place of its name."""
+    """The colour and marker of a line, which depend on the position of its name."""
     rank = list(names).index(name)
     return {"color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)]}
 
 
 def log_axis(axes: Any) -> None:
-    """Give the axes a logarithmic y axis with plain numbers at 1, 2 and 5."""
+    """Make the y axis logarithmic, with plain numbers at 1, 2 and 5 times powers of ten."""
     axes.set_yscale("log")
     axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -239,7 +239,7 @@ def log_axis(axes: Any) -> None:
 
 
 def _draw_quality(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: Any) -> None:
-    """A metric against the keep ratio, a line per model; dashed the level with the whole cache."""
+    """Draw a metric against the keep ratio, a line per model; dashed lines are the whole cache."""
     _draw_lines(axes, rows, "keep_ratio", metric, models)
     dense = rows[rows["metric"] == METRICS[metric].dense_metric]
     for model, level in dense.groupby("model")["value"].last().items():
@@ -251,7 +251,7 @@ def _draw_quality(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: 
 
 
 def _draw_steps(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: Any) -> None:
-    """A metric against gradient steps, a line per model."""
+    """Draw a metric against gradient steps, a line per model."""
     _draw_lines(axes, rows, "step", metric, models)
     steps = sorted(rows["step"].unique())
     axes.set_xscale("symlog", linthresh=1.0, linscale=0.5)
@@ -261,7 +261,7 @@ def _draw_steps(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: An
 
 
 def _draw_differences(rows: pd.DataFrame, metric: str, methods: Sequence[str], axes: Any) -> None:
-    """Paired differences with intervals against the keep ratio, a line per method."""
+    """Draw paired differences with intervals against the keep ratio, a line per method."""
     rows = rows[rows["metric"] == metric].sort_values("keep_ratio")
     names = [name for name in methods if name in set(rows["method"])]
     middle = (len(names) - 1) / 2
@@ -271,7 +271,7 @@ def _draw_differences(rows: pd.DataFrame, metric: str, methods: Sequence[str], a
         value, low, high = ends.T
         lengths = np.maximum(np.stack([value - low, high - value]), 0.0)
         axes.errorbar(
-            line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - middle)),  # bars do not overlap
+            line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - middle)),  # keeps bars apart
             value,
             yerr=np.nan_to_num(lengths),
             label=name,
@@ -287,7 +287,7 @@ def _draw_differences(rows: pd.DataFrame, metric: str, methods: Sequence[str], a
 
 
 def _draw_lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequence[str]) -> None:
-    """A line per model without its interval, because paired differences show who is better."""
+    """Draw a line per model, without intervals: paired differences show which model is better."""
     facts = METRICS[metric]
     rows = rows[(rows["metric"] == metric) & rows["value"].notna()].sort_values(x)
     positive = rows[rows["value"] > 0.0]

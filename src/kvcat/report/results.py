@@ -1,4 +1,4 @@
-"""A results folder read for a report: rows of figures, comparisons and costs."""
+"""The content of a results folder for a report: rows of figures, comparisons and costs."""
 
 import math
 from collections.abc import Mapping
@@ -25,62 +25,62 @@ from kvcat.report.rows import (
 )
 
 NOT_A_RESULT = " [not a result]"
-"""What the labels of models end in that do not show that they can do the task."""
+"""The suffix of the labels of models that are not shown to perform above chance."""
 _HEADLINE_KEEP_RATIO = 0.1
 
 
 @dataclass(frozen=True)
 class Results:
-    """One results folder, with every row that a report shows."""
+    """The content of one results folder, with every row that a report shows."""
 
     folder: Path
     config: Mapping[str, Any]
-    models: list[str]  # labels in order, ``NOT_A_RESULT`` at the end of some
+    models: list[str]  # labels in order; some have the suffix ``NOT_A_RESULT``
     pairs: list[tuple[str, str]]  # (model, reference) in the order of the report
-    warnings: list[str]  # what a reader must know first
-    # of ``analyse``, with each figure's verdict against the first reference
+    warnings: list[str]  # shown to the reader first
+    # from ``analyse``, with each figure's verdict against the first reference
     summary: pd.DataFrame = field(repr=False)
-    comparisons: pd.DataFrame = field(repr=False)  # of ``analyse``
+    comparisons: pd.DataFrame = field(repr=False)  # from ``analyse``
     rows: pd.DataFrame = field(repr=False)  # see ``table_rows``
     averages: pd.DataFrame = field(repr=False)  # see ``average_rows``
     pair_rows: dict[tuple[str, str], pd.DataFrame] = field(repr=False)  # see ``pair_rows``
     costs: pd.DataFrame = field(repr=False)  # see ``cost_rows``
     events: list[dict[str, Any]] = field(repr=False)  # lines of provenance.jsonl
-    paper_note: str  # that the paper used other data; else empty
+    paper_note: str  # note if the paper used other data; else empty
     name: str = ""  # unique among the folders of a report
 
     @property
     def evaluation(self) -> evals.ReportFacts:
-        """What the report shows of the evaluation."""
+        """Facts about the evaluation for the report."""
         return evals.find_evaluation(self.config["evaluation"]).facts
 
     @property
     def metrics(self) -> list[str]:
-        """The evaluation's metrics that the records give."""
+        """The evaluation's metrics that the records define."""
         recorded = set(self.summary["metric"])
         return [name for name in self.evaluation.metrics if name in recorded]
 
     def compressed(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The rows over all strata and of compressed caches, or of baselines if there are none."""
+        """The rows over all strata for compressed caches; for baselines if there are none."""
         whole = rows[rows["stratum"] == ""]
         return whole if whole["baseline"].all() else whole[~whole["baseline"]]
 
     @property
     def whole(self) -> pd.DataFrame:
-        """The summary over all strata, of compressed caches where there are any."""
+        """The summary over all strata, for compressed caches if there are any."""
         return self.compressed(self.summary)
 
     @property
     def methods(self) -> list[str]:
-        """Methods that compress, Attention Matching first; empty where nothing was compressed."""
+        """The compression methods, Attention Matching first; empty if nothing was compressed."""
         names = list(dict.fromkeys(self.whole.loc[~self.whole["baseline"], "method"]))
         return sorted(names, key=lambda name: not name.startswith("attention-matching"))
 
     @property
     def cell(self) -> tuple[str, float, int]:
-        """Method, keep ratio and step of the first figures on the page.
+        """The method, keep ratio and step of the first figures on the page.
 
-        The primary cell if it was compared or named, else the first method at about 10 %.
+        This is the primary cell if it was compared or named, else the first method at about 10 %.
         """
         rows = self.compressed(self.rows)
         rows = rows[rows["final"]]
@@ -101,22 +101,23 @@ class Results:
 def read_results(
     folder: Path, paper_model: str | None = None, *, num_resamples: int = 10_000
 ) -> Results:
-    """Everything that a report shows of a folder.
+    """All contents of a results folder that a report shows.
 
     Args:
-        folder: a results folder.
-        paper_model: which of the paper's models ours are; its figures are then in the tables.
-        num_resamples: of the bootstrap.
+        folder: results folder.
+        paper_model: the paper's model that ours correspond to; its figures are then in the tables.
+        num_resamples: number of bootstrap resamples.
 
     Raises:
-        InputError: no results folder, no record, damaged content, a model that the paper lacks.
+        InputError: it is not a results folder, has no records or damaged content, or the paper has
+            no such model.
     """
     stored = read_folder(folder)
     config = stored.config
     evaluation = evals.find_evaluation(config["evaluation"])
     facts = evaluation.facts
     if not stored.records:
-        raise InputError(f"{folder} holds no records yet")
+        raise InputError(f"{folder} has no records yet")
     if not all(facts.deciding in record.values for record in stored.records):
         raise InputError(
             f"{folder} has a record without {facts.deciding!r}, which "

@@ -21,12 +21,12 @@ _SPEEDS = ["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"]
 
 
 def plain_steps(rows: pd.DataFrame) -> pd.DataFrame:
-    """The same rows with ``NO_STEP`` where a method has no gradient steps."""
+    """The rows with ``NO_STEP`` as the step of methods without gradient steps."""
     return rows.assign(step=pd.to_numeric(rows["step"]).fillna(NO_STEP).astype(int))
 
 
 def labelled(rows: pd.DataFrame, labels: Mapping[str, str]) -> pd.DataFrame:
-    """The same rows with the labels of models in place of their names."""
+    """The rows with the labels of models in place of their names."""
     columns = [name for name in ("model", "reference") if name in rows]
     return rows.assign(**{name: rows[name].map(labels) for name in columns})
 
@@ -34,7 +34,7 @@ def labelled(rows: pd.DataFrame, labels: Mapping[str, str]) -> pd.DataFrame:
 def with_verdicts(
     summary: pd.DataFrame, comparisons: pd.DataFrame, pairs: Sequence[tuple[str, str]]
 ) -> pd.DataFrame:
-    """The summary with each figure's verdict against the first reference, or an empty one."""
+    """The summary with each figure's verdict against the first reference, or an empty verdict."""
     if not pairs:
         return summary.assign(verdict="")
     keys = ["model", *CELL, "stratum", "metric"]
@@ -49,10 +49,10 @@ def table_rows(
     facts: ReportFacts,
     paper: Paper,
 ) -> pd.DataFrame:
-    """The summary by keep ratio, step and model, with a ``figure`` in every row.
+    """The summary, sorted by keep ratio, step and model, with a ``figure`` in every row.
 
-    ``final`` rows are of a method's last step or of a method without steps. ``reported`` are these
-    and the further steps that the evaluation reports.
+    ``final`` marks rows for a method's last step, or for a method without steps. ``reported`` marks
+    these and the further steps that the evaluation reports.
     """
     last_step = summary.groupby(["method", "keep_ratio"])["step"].transform("max")
     final = summary["step"] == last_step
@@ -78,9 +78,9 @@ def table_rows(
 
 
 def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.DataFrame:
-    """The deciding metric's averages over strata that count alike, with a ``figure`` in every row.
+    """The deciding metric, averaged over equally weighted strata, with a ``figure`` in every row.
 
-    The squares of the strata's intervals add up (Zou and Donner 2008).
+    The squared half-widths of the strata's intervals are added (Zou and Donner 2008).
     """
     metric = METRICS[facts.deciding]
     rows = rows[rows["reported"] & (rows["metric"] == facts.deciding)]
@@ -103,7 +103,7 @@ def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.Dat
 
 
 def _average_figure(rows: pd.DataFrame, metric: Metric, printed: str) -> Figure:
-    """The mean of a model's rows, one per stratum."""
+    """The mean of a model's figures, one per stratum."""
     value = rows["value"].mean()
     below = math.hypot(*(rows["value"] - rows["low"])) / len(rows)
     above = math.hypot(*(rows["value"] - rows["high"])) / len(rows)
@@ -123,10 +123,10 @@ def pair_rows(
     pairs: Sequence[tuple[str, str]],
     facts: ReportFacts,
 ) -> dict[tuple[str, str], pd.DataFrame]:
-    """Comparisons of each pair over all strata at the reported steps, with figures in every row.
+    """The comparisons of each pair over all strata at the reported steps, with two figures each.
 
-    ``figure`` is of the difference, ``ratio_figure`` of the ratio; ``final`` as in ``table_rows``.
-    Baselines are compared only where nothing else was scored.
+    ``figure`` is the difference and ``ratio_figure`` the ratio; ``final`` is as in ``table_rows``.
+    Baselines are compared only if nothing else was scored.
     """
     compressing = set(summary.loc[~summary["baseline"], "method"])
     by_pair = {}
@@ -147,10 +147,10 @@ def pair_rows(
 
 
 def cost_rows(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Costs per example, or relative to the dense cache, by model, method, keep ratio and step.
+    """Costs per example or relative to the dense cache, by model, method, keep ratio and step.
 
-    Columns: seconds, peak MiB, KiB, share of the dense bytes; time to the first token and tokens
-    per second over those of the dense cache.
+    The columns are seconds, peak MiB, KiB, the share of the dense bytes, and the time to the first
+    token and the tokens per second, both divided by those of the dense cache.
     """
     if not batches:
         return pd.DataFrame()
@@ -175,9 +175,9 @@ def cost_rows(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 def incomplete(
     wanted: Mapping[tuple[str, float], int], rows: pd.DataFrame, labels: Mapping[str, str]
 ) -> list[str]:
-    """A line for every model that lacks examples, with the method that lacks most.
+    """A line for every model that lacks examples, naming the method that lacks most.
 
-    ``wanted`` is the number of examples of a complete run, by method and keep ratio.
+    ``wanted`` is the number of examples in a complete run, by method and keep ratio.
     """
     rows = rows[rows["final"] & (rows["stratum"] == "")]
     lines = []
@@ -191,6 +191,6 @@ def incomplete(
             count = f"{wanted[worst] - lacking[worst]} of {wanted[worst]} examples"
             lines.append(
                 f"Incomplete: {model} has {count} of {method} at {100 * keep_ratio:g}%. "
-                "Its figures are then over other examples."
+                "Its figures are therefore over other examples."
             )
     return lines

@@ -1,4 +1,4 @@
-"""The tables of a report from the rows of ``Results``."""
+"""The tables of a report, made from the rows of ``Results``."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,7 +11,7 @@ from kvcat.report.figures import Figure, Line, Table, keep_label, slug, step_lab
 from kvcat.report.results import Results, read_results
 from kvcat.report.rows import CELL
 
-_COSTS = {  # by column of ``Results.costs``: head and decimals
+_COSTS = {  # heading and decimals, by column of ``Results.costs``
     "seconds": ("s per example", 3),
     "peak_mib": ("peak MiB", 0),
     "kib": ("KiB per cache", 1),
@@ -40,7 +40,7 @@ def result_tables(results: Results) -> list[Table]:
 
 
 def quality_table(results: Results, method: str) -> Table:
-    """Every metric of one method or baseline, the models below one another."""
+    """The table of all metrics for one method or baseline, with a row per model."""
     all_rows = results.rows
     rows = all_rows[(all_rows["method"] == method) & (all_rows["stratum"] == "")]
     lines = []
@@ -61,7 +61,7 @@ def quality_table(results: Results, method: str) -> Table:
 
 
 def differences_table(results: Results, model: str, reference: str) -> Table:
-    """One model minus another on the same examples: gain and price in every row."""
+    """The table of differences between two models on the same examples."""
     deciding = results.evaluation.deciding
     rows = results.pair_rows[model, reference]
     lines = []
@@ -70,7 +70,7 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
         lines.append({**labels, **_difference_cells(results, cell.set_index("metric"))})
     caption = (
         f"{model} minus {reference} on the same "
-        f"{sizes(rows, results.evaluation.example_name)}. p (Holm): of "
+        f"{sizes(rows, results.evaluation.example_name)}. p (Holm) is for "
         f"{METRICS[deciding].label}, corrected for the number of exploratory cells."
     )
     name = f"differences-{slug(model)}-{slug(reference)}"
@@ -79,14 +79,14 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
 
 
 def _difference_cells(results: Results, rows: pd.DataFrame) -> Line:
-    """The figures of one cell by metric, the deciding one first."""
+    """The figures of one cell by metric, the deciding metric first."""
     deciding = results.evaluation.deciding
     has_ratio = METRICS[deciding].ratio
     names = [name for name in results.metrics if name in rows.index]
     line: Line = {}
     if has_ratio:
         line[f"{METRICS[deciding].heading} ratio"] = rows.loc[deciding, "ratio_figure"]
-        names.remove(deciding)  # its difference says less than its ratio, and comes last
+        names.remove(deciding)  # its difference is less informative than its ratio, and comes last
         names.append(deciding)
     line["p (Holm)"] = Figure(rows.loc[deciding, "p_holm"])
     for name in names:
@@ -95,13 +95,13 @@ def _difference_cells(results: Results, rows: pd.DataFrame) -> Line:
 
 
 def _warnings(warnings: pd.Series) -> list[str]:
-    """The warnings of all rows as sentences, each once, without the observed difference."""
+    """The distinct warnings of all rows as sentences, without the observed differences."""
     beginnings = dict.fromkeys(text.partition(",")[0] for text in warnings if text)
     return [f"{text[0].upper()}{text[1:]}." for text in beginnings]
 
 
 def strata_table(results: Results, method: str) -> Table:
-    """The deciding metric by stratum, a column per model; all strata, and averages, last."""
+    """The table of the deciding metric by stratum, with a column per model."""
     evaluation = results.evaluation
     metric = METRICS[evaluation.deciding]
     all_rows = results.rows
@@ -124,7 +124,7 @@ def strata_table(results: Results, method: str) -> Table:
 
 
 def costs_table(results: Results) -> Table:
-    """Quality and cost in one row, at the last step of every method."""
+    """The table of quality and cost at the last step of every method."""
     whole = results.compressed(results.rows)
     rows = whole[whole["final"] & (whole["metric"] == results.evaluation.deciding)]
     rows = rows.merge(results.costs, on=["model", *CELL])
@@ -141,7 +141,7 @@ def costs_table(results: Results) -> Table:
 
 
 def headline_text(results: Results | Path) -> str:
-    """The figures of a results folder over all examples as aligned text, after its warnings."""
+    """The warnings, then the figures over all examples, of a results folder as aligned text."""
     if isinstance(results, Path):
         results = read_results(results)
     names = results.methods or dict.fromkeys(results.whole["method"])
@@ -153,7 +153,7 @@ def headline_text(results: Results | Path) -> str:
 
 
 def sizes(rows: pd.DataFrame, example_name: str) -> str:
-    """How much data the rows are about, e.g. ``128 windows of 64 documents``."""
+    """The amount of data behind the rows, e.g. ``128 windows of 64 documents``."""
     counts = set(zip(rows["num_examples"], rows["num_documents"], strict=True))
     texts = [
         f"{_count(num_examples, example_name)} of {_count(num_documents, 'document')}"
@@ -179,7 +179,7 @@ def _reported(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def _by_stratum(rows: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
-    """Rows by stratum in their order, those of all examples last."""
+    """The rows by stratum, in their order; those for all examples come last."""
     strata = sorted(dict.fromkeys(rows["stratum"]), key=lambda stratum: stratum == "")
     for stratum in strata:
         yield stratum, rows[rows["stratum"] == stratum]
@@ -194,9 +194,9 @@ def _table(
     lines: Sequence[Line],
     notes: Sequence[str] = (),
 ) -> Table:
-    """The table without steps where there are none, and without equal numbers of examples.
+    """The table without a column of steps if there are none, or of equal numbers of examples.
 
-    ``rows`` are those that its figures come from; they are used for the note on small samples.
+    ``rows`` are the source of its figures, and are used for the note on small samples.
     """
     frame = pd.DataFrame(lines).fillna("")
     if "steps" in frame and not frame["steps"].any():

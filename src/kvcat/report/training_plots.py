@@ -1,4 +1,4 @@
-"""The plot of training runs: losses by step, and the fraction of tokens that routers keep."""
+"""The plot of training runs: losses, and the fraction of tokens that routers keep, by step."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -15,15 +15,15 @@ LOSSES = {"dense_loss": "dense loss", "masked_loss": "masked loss", "kl": "KL(de
 
 
 def run_metrics(folder: Path) -> pd.DataFrame:
-    """Metrics of a training run, a row per record, with a column ``kept LAYER`` per router.
+    """The metrics of a training run: a row per record, and a column ``kept LAYER`` per router.
 
     Raises:
-        InputError: no ``metrics.jsonl`` with records in the folder, or a damaged one.
+        InputError: the folder has no ``metrics.jsonl`` with records, or a damaged one.
     """
     file = folder / "metrics.jsonl"
     records = read_jsonl(file)
     if not records:
-        raise InputError(f"{folder} is no training run: it has no metrics.jsonl with records")
+        raise InputError(f"{folder} is not a training run: it has no metrics.jsonl with records")
     try:
         return _metrics_table(records)
     except (AttributeError, TypeError, ValueError) as error:
@@ -45,9 +45,9 @@ def _metrics_table(records: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
 
 
 def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Plot:
-    """Losses of all runs by step, and the fraction of tokens that each router keeps, by run.
+    """The plot of all runs' losses by step, and of the fraction of tokens that each router keeps.
 
-    ``models``, all labels of the page in order, fix the colours.
+    ``models`` are all labels of the page; their order determines the colours.
     """
     labels = list(dict.fromkeys([*models, *runs]))
     panels = []
@@ -64,7 +64,7 @@ def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Pl
 def _draw_losses(
     runs: Mapping[str, pd.DataFrame], name: str, labels: Sequence[str], axes: Any
 ) -> None:
-    """One loss by step: training as a faint smoothed line, validation as marks."""
+    """Draw one loss by step: training as a faint smoothed line, validation as markers."""
     for label, rows in runs.items():
         style = line_style(label, labels)
         measured = rows[rows[name].notna()]
@@ -79,7 +79,7 @@ def _draw_losses(
 
 
 def _draw_kept(rows: pd.DataFrame, axes: Any) -> None:
-    """Fraction of tokens that each router keeps by training step."""
+    """Draw the fraction of tokens that each router keeps, by training step."""
     train = rows[rows["kind"] == "train"]
     for rank, name in enumerate(_routers(rows)):
         colour = COLOURS[rank % len(COLOURS)]
@@ -95,6 +95,6 @@ def _routers(rows: pd.DataFrame) -> list[str]:
 
 
 def _smoothed(values: pd.Series) -> pd.Series:
-    """Running mean over about a fiftieth of the run, shorter at the ends."""
+    """The running mean over about a fiftieth of the run, over less at the ends."""
     window = 2 * (len(values) // 100) + 1
     return values.rolling(window, center=True, min_periods=1).mean()

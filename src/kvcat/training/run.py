@@ -29,7 +29,7 @@ class Run:
         world: the processes.
         objective: the model and its policies, sharded over the processes.
         optimizer: optimizer of the objective's parameters.
-        checkpoints: checkpoints in the run's folder; the newest whole one is loaded.
+        checkpoints: checkpoints in the run's folder; the newest complete one is loaded.
         data: training sequences from that checkpoint on, and validation sequences.
         streams: numbers of the sequences of a step that this process reads.
         log: the record.

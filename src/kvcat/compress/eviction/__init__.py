@@ -21,7 +21,7 @@ class Eviction(Compressor):
     """Keeps, per layer and KV head, the slots of the highest scores with their original keys and
     values.
 
-    The scorers read the prefix only: what follows it never changes the result.
+    The scorers read only the prefix: the text after it never changes the result.
 
     Args:
         name: "first", "random", "streaming", "keynorm", "snapkv", "h2o" or "tova".

@@ -55,7 +55,7 @@ class GradientCompression(Compressor):
             every layer; "attention-matching" or the name of an eviction method: the cache of that
             method. Options follow the name, as in "attention-matching,budgets=adaptive". If this
             cache has a log-bias, it is trained as well.
-        seed: seed of the random positions, and of an ``init`` method that draws and names no seed.
+        seed: seed of the random positions, and of a randomised ``init`` method without a seed.
         freeze_first_slot: the first slot keeps its key and value.
         schedule: schedule of the learning rate: "constant", or "cosine", half a cosine that ends at
             0 after ``num_steps``.
@@ -363,7 +363,7 @@ def _starting_method(init: str, seed: int) -> Compressor | None:
 
     Args:
         init: name and options.
-        seed: seed for a method that draws and has no seed among its options.
+        seed: seed for a randomised method that has no seed among its options.
     """
     name, options = parse_spec(init)
     if name not in ("attention-matching", *SCORERS):

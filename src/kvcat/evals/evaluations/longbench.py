@@ -18,7 +18,7 @@ class LongBench(CompressingEvaluation):
     """Compress long contexts by reconstruction, then answer the question on the compact cache.
 
     The four answers are scored by log-likelihood. Baselines are the dense cache, no context, and
-    plain text of the same budget. The paper's method: --method
+    plain text with as many tokens as the budget. The paper's method: --method
     gradient,activation_checkpointing=true. Default keep ratios: 0.1 0.2 0.5.
 
     Example: kvcat eval longbench base=./base kvcat=./export --method gradient --out longbench
@@ -55,11 +55,11 @@ class LongBench(CompressingEvaluation):
     paper = PaperFigures(metrics={"accuracy": "accuracy"}, names_model=False, all_strata="total")
 
     data: str = "hub:zai-org/LongBench-v2"
-    """hub:OWNER/NAME, or a .jsonl, .json or .parquet file in LongBench v2's schema."""
+    """hub:OWNER/NAME, or a .jsonl, .json or .parquet file with LongBench v2's columns."""
     sub_domain: Strings = ()
     """Sub-domains, or `all`; by default the paper's seven, 221 rows."""
     max_tokens: Count = 32_768
-    """Longest sequence, in tokens; contexts are cut in the middle so that their repetition fits."""
+    """Longest sequence, in tokens; contexts are cut in the middle so that two copies fit."""
     limit: Count | None = None
     """Number of examples; the first ones are a fair sample. All by default."""
     bos: Bos = "auto"

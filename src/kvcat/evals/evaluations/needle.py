@@ -40,8 +40,8 @@ class Needle(CompressingEvaluation):
     new_metrics: ClassVar = {
         "native_exact_match": share_of_examples(
             label="exact match, native",
-            description="The same of the examples that the model answers rightly with its whole "
-            "cache, as in the paper. It rewards a model that is right on few.",
+            description="Exact match over the examples that the model answers rightly on its whole "
+            "cache, as in the paper. It favours a model that is right on a small number of them.",
             comparable=False,
             columns=("native_match", "dense_exact_match"),
             products={"native_match": ("exact_match", "dense_exact_match")},
@@ -55,9 +55,9 @@ class Needle(CompressingEvaluation):
     paper = PaperFigures(metrics={"native_exact_match": "exact_match"})
 
     length: Count = 1024
-    """Tokens of the haystack, exactly."""
+    """Exact number of tokens in the haystack."""
     per_depth: Count = 20
-    """Examples at each of five depths; the paper has 20, use 100 for results you publish."""
+    """Examples at each of five depths: the paper has 20; use 100 for results you publish."""
     bos: Bos = "auto"
 
     def make_task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102

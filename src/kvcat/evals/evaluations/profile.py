@@ -30,21 +30,19 @@ class Profile(Evaluation):
     new_metrics = Suffix.new_metrics
 
     out: Path = Path("out/profile")
-    """Folder for records and the table; `kvcat report` reads it as well. A stopped evaluation
-    continues."""
+    """Folder for records and the table. A stopped evaluation continues there."""
     data: str
-    """A text file, .jsonl or .parquet, a folder of them, installed, or hub:NAME."""
+    """A text, .jsonl or .parquet file, a folder of them, hub:NAME, or installed."""
     slots: Counts = ()
     """Slots per layer and head, from 1 to --prefix; 1 2 4 8 ... by default."""
     method: Strings = ()
-    """Methods to choose from; by default attention-matching, 40 gradient steps from it, snapkv and
-    h2o."""
+    """Methods to choose from; default: attention-matching, gradient (40 steps), snapkv, h2o."""
     prefix: Count = 128
-    """Tokens of a prefix."""
+    """Number of tokens in a prefix."""
     suffix: Count = 128
-    """Tokens after a prefix, at least 4."""
+    """Number of tokens after a prefix, at least 4."""
     windows: Count = 16
-    """Number of prefixes, from as many documents as there are."""
+    """Number of prefixes, from as many different documents as possible."""
     split: Split = "all"
     bos: Bos = "auto"
     seed: Seed = 0

@@ -18,10 +18,10 @@ _SIX_TASKS = ("hellaswag", "winogrande", "piqa", "openbookqa", "arc_easy", "arc_
 
 @dataclass(frozen=True, kw_only=True)
 class QA(Evaluation):
-    """Answer multiple-choice questions without examples and without compression.
+    """Answer multiple-choice questions zero-shot and without compression.
 
-    Shows how training changed the model itself. The model's answer is the one with the highest
-    log-likelihood per character.
+    The results show how training changed the model itself. The model's answer is the one with the
+    highest log-likelihood per character.
 
     Example: kvcat eval qa base=./base kvcat=./export --out qa
     """
@@ -62,12 +62,12 @@ class QA(Evaluation):
     paper = PaperFigures(metrics={"acc_per_char": "accuracy"}, compresses=False, average="six")
 
     data: Path | None = None
-    """Folder with a file TASK*.jsonl of JSON lines for each task; the Hub by default."""
+    """Folder with a JSON Lines file TASK*.jsonl for each task; default: the Hub."""
     tasks: Annotated[Strings, tyro.conf.arg(name="task")] = ()
     """hellaswag, winogrande, piqa, social_i_qa, openbookqa, arc_easy, arc_challenge,
     commonsense_qa; all by default."""
     limit: Count = 1000
-    """Questions of each task, the same for every model."""
+    """Number of questions from each task; all models get the same questions."""
 
     def make_task(self, tokenizer: Any, value: Any) -> "Task":  # noqa: ARG002, D102
         from kvcat.evals.qa import make_task

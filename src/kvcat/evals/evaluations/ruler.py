@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Ruler(CompressingEvaluation):
-    """Compress texts in which something is hidden, then ask for it.
+    """Compress texts with hidden facts, then ask about these facts.
 
-    These are RULER's tasks that need no data. The score is the share of right answers that the
-    greedy answer contains. Default keep ratios: 0.05 0.1 0.2 0.4.
+    These are the RULER tasks that need no data set. The score is the share of right answers that
+    the greedy answer contains. Default keep ratios: 0.05 0.1 0.2 0.4.
 
     Example: kvcat eval ruler ./model --length 4096 16384 --keep 0.1 0.2 --out ruler
     """
@@ -45,12 +45,12 @@ class Ruler(CompressingEvaluation):
     }
 
     tasks: Annotated[Strings, tyro.conf.arg(name="task")] = ()
-    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue, niah_multiquery, vt, cwe,
-    fwe; all by default."""
+    """niah_single, niah_multikey_1, niah_multikey_2, niah_multivalue,
+    niah_multiquery, vt, cwe, fwe; all by default."""
     length: Counts = ()
-    """Tokens of the text, 4096 by default; each of several values has its own folder."""
+    """Number of tokens in the text; default: 4096. Each value has a separate results folder."""
     per_task: Count = 20
-    """Examples of each task."""
+    """Number of examples for each task."""
     bos: Bos = "auto"
     batch_size: BatchSize = 1
 

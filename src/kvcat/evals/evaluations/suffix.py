@@ -1,4 +1,4 @@
-"""Score held-out text behind a compressed prefix."""
+"""Score held-out text after a compressed prefix."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -80,7 +80,7 @@ class Suffix(CompressingEvaluation):
         ),
         "retention": Metric(
             label="retention",
-            description="1 - delta NLL / context gain, of sums; not given where that gain is not "
+            description="1 - delta NLL / context gain, of sums; undefined if that gain is not "
             "clearly above 0.",
             unit="",
             decimals=1,
@@ -102,12 +102,10 @@ class Suffix(CompressingEvaluation):
     )
 
     data: Strings = ()
-    """installed, a file or folder of texts, hub:NAME, wikitext-103, pg-19, arxiv, fineweb-edu;
-    several may be given."""
+    """Texts: files, folders, hub:NAME, installed, wikitext-103, pg-19, arxiv or fineweb-edu."""
     split: Split = "test"
     supervision: SuffixSupervision = "suffix"
-    """Text that caches are fitted to: the scored suffix (the paper), its first half (only the
-    second is scored), or a repetition of the prefix."""
+    """Text to fit caches to: scored suffix (paper), its unscored half, or repeated prefix."""
     prefix: Count = 768
     """Tokens of the compressed prefix."""
     suffix: Count = 256
