@@ -128,7 +128,7 @@ def test_tables_plots_and_every_row_in_full_precision_are_files_next_to_the_page
             min(struct.unpack(">II", (report.parent / "plots" / f"{name}.png").read_bytes()[16:24]))
             > 400
         )
-    records = made_up_records(MODELS, 4, METHODS)
+    records = made_up_records(MODELS, 6, METHODS)
     summary = summarise(records, num_resamples=DRAWS)
     comparisons = compare_models(records, "control", num_resamples=DRAWS)
     for name, frame in (("summary", summary), ("comparisons", comparisons)):
@@ -221,8 +221,8 @@ def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, 
     out = tmp_path / "out"
     empty.mkdir()
     for folders, runs, model, line in [
-        ([empty], {}, None, "no results folder"),
-        ([folder], {"kvcat": empty}, None, "no training run"),
+        ([empty], {}, None, "not a results folder"),
+        ([folder], {"kvcat": empty}, None, "not a training run"),
         ([], {}, None, "no results folder and no run given"),
         ([folder], {}, "gpt", "no model 'gpt'"),
     ]:

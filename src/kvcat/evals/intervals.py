@@ -299,9 +299,9 @@ def _seeds_half_width(draws: Draws) -> float:
 
 
 def seeds_p_value(draws: Draws) -> float:
-    """Two-sided p of "the figure is 0" by Student's t over the training seeds; 0 for one seed.
+    """The two-sided p-value for a figure of 0, from Student's t over training seeds.
 
-    With several sets of seeds the degrees of freedom are those of the smallest.
+    It is 0 for one seed. With several sets of seeds, the smallest set determines the degrees of freedom.
     """
     errors = _seed_errors(draws)
     error = math.hypot(*(error for error, _ in errors))
@@ -312,7 +312,7 @@ def seeds_p_value(draws: Draws) -> float:
 
 
 def _seed_errors(draws: Draws) -> list[tuple[float, int]]:
-    """Standard error of the figure, and its degrees of freedom, for each set of training seeds."""
+    """The standard error of the figure and its degrees of freedom, for each set of seeds."""
     errors = []
     for seeds, moves in draws.seed_deviations.items():
         number = len(seeds)
