@@ -301,7 +301,8 @@ def _seeds_half_width(draws: Draws) -> float:
 def seeds_p_value(draws: Draws) -> float:
     """The two-sided p-value for a figure of 0, from Student's t over training seeds.
 
-    It is 0 for one seed. With several sets of seeds, the smallest set determines the degrees of freedom.
+    It is 0 for one seed. With several sets of seeds, the smallest set determines the degrees of
+    freedom.
     """
     errors = _seed_errors(draws)
     error = math.hypot(*(error for error, _ in errors))
