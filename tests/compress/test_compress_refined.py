@@ -203,4 +203,7 @@ def test_what_it_cannot_do_is_named(model, windows):
     without_rotation = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32)
     alone = trace(without_rotation, windows[:, :48], supervision="self")
     message = refusal(make_compressor("refined"), alone, num_slots=6)
-    assert "cannot be moved there: use attention-matching" in message
+    assert "needs queries at positions after the prefix" in message
+    known = make_compressor("refined", preset="known")
+    alone = trace(model, windows[:, :48], supervision="self")
+    assert "preset=stable" in refusal(known, alone, num_slots=6)

@@ -1,13 +1,17 @@
 """Slots of attention heads refined together: keys, log-bias and values, by L-BFGS."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from tqdm.auto import tqdm
 
-from kvcat.compress.heads import DenseAttention, HeadBatch
+from kvcat.cache import CompactLayer, Head, Layer
+from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, Heads, dense_attention
 from kvcat.compress.lbfgs import minimise
-from kvcat.types import Float, Tensor
+from kvcat.errors import InputError
+from kvcat.types import Float, Tensor, at_least_float32
 
 _LEAST_SHARE = 1e-6
 _TINY = 1e-30
@@ -228,6 +232,93 @@ def refine_slots(objective: Objective, num_steps: int) -> Slots:
         return evaluation.value, evaluation.gradient
 
     return objective.slots_at(minimise(value_and_gradient, objective.origin(), num_steps))
+
+
+@torch.no_grad()
+def refine_layers(
+    heads: Heads,
+    start: Sequence[Layer],
+    num_steps: int,
+    *,
+    pull: float,
+    ridge: float,
+    log_bias: bool = True,
+) -> list[Layer]:
+    """The layers of a cache with refined slots, as many in every head as before.
+
+    Heads that hold the whole prefix stay as they are.
+
+    Args:
+        heads: of the cache's trace, with the queries to fit to.
+        start: layers of a cache of this trace.
+        num_steps: as in ``refine_slots``.
+        pull, ridge: as in ``Objective.of``.
+        log_bias: False: the log-bias stays as it is. A cache without one gets none.
+
+    Raises:
+        InputError: queries of the prefix at their original positions, which do not see all of it.
+    """
+    if heads.fitted.causal:
+        raise InputError(
+            "refinement needs queries at positions after the prefix. A prefix alone has them with "
+            "preset=stable, if the model's keys rotate with their position: use attention-matching"
+        )
+    slots_of_heads = _slots_of_heads(start)
+    sizes = {index: len(keys) for index, (keys, _, _) in slots_of_heads.items()}
+    groups = heads.groups_for_fit(sizes)
+    for group in tqdm(groups, "refinement", delay=2.0, disable=None, leave=False):
+        prefix_keys, _, _ = heads.trace.head(*group[0])
+        if sizes[group[0]] == len(prefix_keys):
+            continue
+        batch = heads.load_fitted(group)
+        before = [slots_of_heads[index] for index in group]
+        has_bias = before[0][2] is not None
+        objective = Objective.of(
+            batch,
+            dense_attention(batch),
+            _stacked(before),
+            pull=pull,
+            ridge=ridge,
+            log_bias=log_bias and has_bias,
+        )
+        refined = refine_slots(objective, num_steps)
+        dtype = before[0][0].dtype
+        for index, keys, values, bias in zip(group, *refined, strict=True):
+            slots = (keys.to(dtype), values.to(dtype), bias if has_bias else None)
+            slots_of_heads[index] = slots
+    return [_layer(slots_of_heads, index, layer) for index, layer in enumerate(start)]
+
+
+def _slots_of_heads(layers: Sequence[Layer]) -> dict[HeadIndex, Head]:
+    """The slots of every head."""
+    return {
+        (index, example, head): layer.head(example, head)
+        for index, layer in enumerate(layers)
+        for example, counts in enumerate(layer.counts)
+        for head in range(len(counts))
+    }
+
+
+def _stacked(heads: Sequence[Head]) -> Slots:
+    """The slots of heads with equally many; without log-bias it is 0."""
+    keys = at_least_float32(torch.stack([keys for keys, _, _ in heads]))
+    values = at_least_float32(torch.stack([values for _, values, _ in heads]))
+    biases = [bias for _, _, bias in heads if bias is not None]
+    log_bias = at_least_float32(torch.stack(biases)) if biases else torch.zeros_like(keys[..., 0])
+    return Slots(keys, values, log_bias)
+
+
+def _layer(slots_of_heads: Mapping[HeadIndex, Head], index: int, start: Layer) -> Layer:
+    """One layer from the slots of its heads."""
+    keys: list[list[Tensor]] = []
+    values: list[list[Tensor]] = []
+    biases: list[list[Tensor]] = []
+    for example, counts in enumerate(start.counts):
+        slots = [slots_of_heads[index, example, head] for head in range(len(counts))]
+        keys.append([head_keys for head_keys, _, _ in slots])
+        values.append([head_values for _, head_values, _ in slots])
+        biases.append([bias for _, _, bias in slots if bias is not None])
+    return CompactLayer.ragged(keys, values, None if start.log_bias is None else biases)
 
 
 def _whitening(
