@@ -41,7 +41,7 @@ class Method(Protocol):
         ...
 
 
-def method_of(spec: str, peer: Path | None = None) -> Method:
+def method_of(spec: str, peer: Path | str | None = None) -> Method:
     """The method of a name with options, one of kvcat's or of this file's.
 
     Args:
@@ -65,7 +65,7 @@ class Original:
     """The authors' own code of Attention Matching, one head at a time, from a checkout of
     adamzweiger/compaction."""
 
-    def __init__(self, folder: Path, name: str) -> None:
+    def __init__(self, folder: Path | str, name: str) -> None:
         sys.path.insert(0, str(folder))
         kind = "omp" if name.startswith("omp") else "highest_attention_keys"
         module = importlib.import_module(f"compaction.algorithms.{kind}")
@@ -227,19 +227,25 @@ class GRKV:
         change = weight * attention.T @ torch.linalg.solve(gram, residual)
         new_values = values + _capped(change, values * mutable, self.VALUE_CAP)
 
-        def times_hessian(direction: Tensor) -> Tensor:
-            def of_keys(some_keys: Tensor) -> Tensor:
-                return outputs(some_keys, new_values)
+        # derivative of the outputs by the keys, and its adjoint, at these attention weights
+        all_weights = torch.softmax(queries @ keys.T, -1)
 
-            _, moved = torch.func.jvp(of_keys, (keys,), (direction * mutable,))
-            _, back = torch.func.vjp(of_keys, keys)
-            return weight * back(moved)[0] * mutable + self.RIDGE * direction
+        def derivative(direction: Tensor) -> Tensor:
+            by_score = queries @ direction.T
+            centred = by_score - (all_weights * by_score).sum(-1, keepdim=True)
+            return (all_weights * centred) @ new_values
+
+        def adjoint(error: Tensor) -> Tensor:
+            by_score = error @ new_values.T
+            centred = by_score - (all_weights * by_score).sum(-1, keepdim=True)
+            return mutable * ((all_weights * centred).T @ queries)
+
+        def times_hessian(direction: Tensor) -> Tensor:
+            moved = derivative(direction * mutable)
+            return weight * adjoint(moved) + self.RIDGE * direction
 
         residual = targets - outputs(keys, new_values)
-        _, back = torch.func.vjp(lambda some_keys: outputs(some_keys, new_values), keys)
-        key_change = _conjugate_gradients(
-            times_hessian, weight * back(residual)[0] * mutable, self.CG_STEPS
-        )
+        key_change = _conjugate_gradients(times_hessian, weight * adjoint(residual), self.CG_STEPS)
         new_keys = keys + _capped(key_change, keys * mutable, self.KEY_CAP)
         states = [(keys, values), (keys, new_values), (new_keys, new_values)]
         return min(states, key=lambda state: objective(*state))
