@@ -299,6 +299,7 @@ def main() -> None:
         choices=("suffix", "self", "reconstruction"),
         default=["suffix", "self"],
     )
+    parser.add_argument("--first", type=int, help="measure so many windows alone")
     parser.add_argument("--peer", type=Path, help="checkout of the original's code")
     parser.add_argument("--plot", type=Path, help="write a picture of the first model's KL")
     parser.add_argument("--threads", type=int, default=1)
@@ -313,7 +314,7 @@ def main() -> None:
         for record in records
     }
     for named in models:
-        for record in run(named, windows, options, known):
+        for record in run(named, windows[: options.first], options, known):
             append_jsonl(done, record)
             records.append(record)
     print(f"{platform.machine()}, torch {torch.__version__}, {options.prefix} + {SUFFIX} tokens\n")
@@ -325,6 +326,7 @@ def main() -> None:
         and record["keep"] in options.keep
         and record["model"] in labels
         and record["way"] in options.ways
+        and record["window"] < (options.first or len(windows))
     ]
     report(wanted, list(options.methods), options.keep, options.ways)
     report_kinds(wanted, options.methods[0], options.keep)
