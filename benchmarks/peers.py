@@ -129,7 +129,11 @@ class KVSculpt:
         own_weight = 1.0 if trace.supervision == "self" else 0.0
         heads = Heads(trace, fitted_queries(trace, own_weight, by_share=True))
         selection = AttentionMatching(
-            num_iters=0, log_bias=False, own_weight=own_weight, budgets=self._budgets
+            num_iters=0,
+            ridge=1e-4,
+            log_bias=False,
+            own_weight=own_weight,
+            budgets=self._budgets,
         )
         for start in selection.each(trace, keep_ratios):
             layers = refine_layers(
