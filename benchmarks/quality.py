@@ -1,42 +1,41 @@
-"""KL of compression methods on a real model.
+"""KL of compression methods on real models.
 
-    python benchmarks/quality.py --data prose=FILE code=installed --out OUT
+    python benchmarks/quality.py --model smollm2-135m NAME=FOLDER \\
+        --data prose=FILE chat=FOLDER code=installed --out OUT
 
-Every window is a prefix and the 256 tokens after it. A cache is made in three ways: from the first
-half of these tokens ("suffix"), from the prefix's own queries ("self"), and from a repetition of
-the prefix ("reconstruction"). The first is judged on the half that it was fitted to ("fitted") and
-on the other one ("later"). The last two know nothing of what follows and are judged on all of it
-("document"). Methods that read no queries after the prefix make one cache for all three.
+Every window is a prefix and the 256 tokens after it, from the same texts on every model
+(``windows.py``). A cache is made in three ways: from the first half of these tokens ("suffix"),
+from the prefix's own queries ("self"), and from a repetition of the prefix ("reconstruction"). The
+first is judged on the half that it was fitted to ("fitted") and on the other one ("later"). The
+last two know nothing of what follows and are judged on all of it ("document"). Methods that read no
+queries after the prefix make one cache for all three.
 
 Figures are KL(dense || compact) in nats per token, with 95 % intervals that resample documents, and
-then paired ratios to the first method. Every window is written to --out when it is done; the same
-command continues an interrupted run.
+then paired ratios to the first method, and the number of windows on which a method is ahead of it.
+Every window is written to --out when it is done; the same command continues an interrupted run, and
+with other models or methods adds them.
 """
 
 import argparse
-import importlib
-import math
 import platform
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 import torch
+from named_models import NamedModel, add_model_option, parse_models
+from peers import LEARNING, ORIGINAL, Method, method_of
 from tqdm import tqdm
+from windows import Window, add_options, encoder, stored
 
-import kvcat
-from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress import Trace, parse_method, seeded_compressor, split_supervision, trace
+from kvcat.compress import Trace, split_supervision, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction_of_tokens
-from kvcat.data import split_documents
-from kvcat.evals import windows_from_documents
-from kvcat.evals.intervals import ClusterBootstrap
-from kvcat.files import append_jsonl, claim_folder, read_jsonl
+from kvcat.evals.intervals import ClusterBootstrap, Estimate
+from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import output_head
 
@@ -50,37 +49,7 @@ METHODS = (
     "keynorm",
     "streaming",
 )
-LEARNING = (
-    "attention-matching",
-    "gradient",
-    "original-",
-)  # methods that read what follows the prefix
 WAYS = ("fitted", "later", "self", "reconstruction")
-
-
-def windows(options: argparse.Namespace, tokenizer) -> Iterator[tuple[str, str, list[int]]]:
-    """Domain, document and tokens of every window; domains take turns, so that the first n are a
-    fair sample."""
-    domains = []
-    for entry in options.data:
-        name, _, source = entry.partition("=")
-        path, _, split = source.partition(":")
-        documents = (
-            (d.id, d.text)
-            for d in split_documents(path, split or "all", limit=20 * options.windows)
-        )
-        cut = windows_from_documents(
-            documents,
-            tokenizer,
-            prefix_len=options.prefix,
-            suffix_len=SUFFIX,
-            limit=options.windows,
-            per_document=options.per_document,
-            seed=options.seed,
-        )
-        domains.append([(name, f"{name}:{window.document}", window.tokens) for window in cut])
-    for turn in range(max(map(len, domains))):
-        yield from (domain[turn] for domain in domains if turn < len(domain))
 
 
 class Traces:
@@ -110,52 +79,7 @@ class Traces:
         return trace(self._model, reconstruction_of_tokens(self._tokenizer, prefix))
 
 
-class Original:
-    """The authors' own code of Attention Matching, one head at a time, from a checkout of
-    adamzweiger/compaction."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        sys.path.insert(0, str(folder))
-        kind = "omp" if name.startswith("omp") else "highest_attention_keys"
-        module = importlib.import_module(f"compaction.algorithms.{kind}")
-        if kind == "omp":
-            fast = {"k_choice": 4, "nnls_interval": 2} if name == "omp-fast" else {}
-            self._solver = module.OMPCompaction(
-                nnls_iters=0,
-                nnls_upper_bound=math.exp(7),
-                drop_key_beta_cutoff=-7,
-                c2_method="lsq",
-                **fast,
-            )
-        else:
-            self._solver = module.HighestAttentionKeysCompaction(
-                score_method="rms",
-                nnls_iters=2,
-                nnls_lower_bound=math.exp(-3),
-                nnls_upper_bound=math.exp(3),
-                c2_method="lsq",
-            )
-
-    def each(self, traced: Trace, keeps: list[float]) -> Iterator[CompactCache]:
-        """The caches of several keep ratios, each computed alone."""
-        for keep in keeps:
-            layers = []
-            for every, values, queries in zip(
-                traced.keys, traced.values, traced.queries, strict=True
-            ):
-                heads = zip(every[0], values[0], queries[0].chunk(every.shape[1]), strict=True)
-                fits = [
-                    self._solver.compute_compacted_cache(
-                        k, v, q.flatten(0, 1), math.ceil(keep * len(k))
-                    )
-                    for k, v, q in heads
-                ]
-                keys, bias, fitted = ([[fit[field] for fit in fits]] for field in range(3))
-                layers.append(CompactLayer.ragged(keys, fitted, bias, None))
-            yield CompactCache(layers, traced.prefix_len, traced.fingerprint)
-
-
-def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterator[dict]:
+def measure(traces: Traces, compressor: Method, way: str, keeps: list[float]) -> Iterator[dict]:
     """KL on both halves of the suffix and the processor seconds of one method on one window, by
     keep ratio."""
     whole = traces["whole"]
@@ -172,60 +96,165 @@ def measure(traces: Traces, compressor, way: str, keeps: list[float]) -> Iterato
         begun = time.process_time()
 
 
-def table(records: list[dict]) -> pd.DataFrame:
+def makes_cache(method: str, way: str) -> bool:
+    """Whether a method makes a cache of its own in this way."""
+    if way == "suffix":
+        return True
+    if not method.startswith(LEARNING) or method.startswith(ORIGINAL):
+        return False  # the original's code is fitted to queries after the prefix alone
+    if way != "self":
+        return True
+    is_refined_known = method.startswith("refined") and "preset=known" in method
+    return not is_refined_known and not method.startswith("gradient")  # which needs predictions
+
+
+def run(
+    named: NamedModel,
+    windows: list[Window],
+    options: argparse.Namespace,
+    known: set[tuple],
+) -> Iterator[dict]:
+    """A record per window, method, way and keep ratio that is not known yet."""
+    encode = encoder(named.tokenizer)
+    model = None
+    for index, window in enumerate(tqdm(windows, named.label)):
+        todo: list[tuple[str, str, list[float]]] = []
+        for spec in options.methods:
+            for way in options.ways:
+                keeps = [
+                    keep
+                    for keep in options.keep
+                    if (named.label, index, spec, way, keep) not in known
+                ]
+                if keeps and makes_cache(spec, way):
+                    todo.append((spec, way, keeps))
+        if not todo:
+            continue
+        if model is None:
+            model = named.load()
+        tokens = window.tokens(encode, options.prefix + SUFFIX)
+        traces = Traces(model, named.tokenizer, tokens, options.prefix)
+        for spec, way, keeps in todo:
+            about = {
+                "model": named.label,
+                "window": index,
+                "kind": window.kind,
+                "document": window.document,
+                "method": spec,
+                "way": way,
+            }
+            for figures in measure(traces, method_of(spec, options.peer), way, keeps):
+                yield about | figures
+
+
+def table(records: Iterable[dict]) -> pd.DataFrame:
     """KL by window (rows) and column, method and keep ratio; only windows that every method has."""
     rows = []
     for record in records:
         first, second = record["halves"]
         losses = {record["way"]: (first + second) / 2}
         if record["way"] == "suffix":
-            reads_suffix = record["method"].startswith(LEARNING)
             losses = {"fitted": first, "later": second}
-            losses |= (
-                {}
-                if reads_suffix
-                else dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
-            )
-        rows += [
-            (record["window"], record["document"], way, record["method"], record["keep"], kl)
-            for way, kl in losses.items()
-        ]
-    frame = pd.DataFrame(rows, columns=["window", "document", "way", "method", "keep", "kl"])
+            if not record["method"].startswith(LEARNING):
+                losses |= dict.fromkeys(("self", "reconstruction"), (first + second) / 2)
+        window = (record["window"], record["kind"], record["document"])
+        rows += [(*window, way, record["method"], record["keep"], kl) for way, kl in losses.items()]
+    names = ["window", "kind", "document", "way", "method", "keep", "kl"]
+    frame = pd.DataFrame(rows, columns=names)
     return frame.pivot(
-        index=["window", "document"], columns=["way", "method", "keep"], values="kl"
+        index=["window", "kind", "document"], columns=["way", "method", "keep"], values="kl"
     ).dropna()
 
 
+def written(estimate: Estimate) -> str:
+    """A figure with its interval."""
+    return f"{estimate.value:.3g} [{estimate.low:.2g}, {estimate.high:.2g}]"
+
+
+def cell(losses: pd.DataFrame, bootstrap: ClusterBootstrap, way: str, methods: list[str]) -> str:
+    """KL of the last method, or its ratio to the first one's and the windows where it is ahead.
+
+    Args:
+        losses: by window, of one keep ratio.
+        bootstrap: over the documents of the windows.
+        way: of the caches.
+        methods: the first one and that of the cell, or one alone.
+    """
+    first = losses[way, methods[0]].to_numpy()
+    if len(methods) == 1:
+        return written(bootstrap.mean(first))
+    kl = losses[way, methods[1]].to_numpy()
+    ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
+    return f"{written(ratio)}, {int((kl < first).sum())}/{len(kl)}"
+
+
 def report(records: list[dict], methods: list[str], keeps: list[float], ways: list[str]) -> None:
-    """For every way and method its mean KL, and its ratio to the first method's."""
-    losses = table(records)
-    bootstrap = ClusterBootstrap([document for _, document in losses.index])
-    print(
-        f"{len(losses)} windows of {bootstrap.num_documents} documents; keep "
-        f"{' '.join(f'{keep:g}' for keep in keeps)}"
-    )
+    """Markdown: for every way, the mean KL of the first method, and the others' ratios to it."""
+    labels = list(dict.fromkeys(record["model"] for record in records))
+    losses = {
+        label: table(record for record in records if record["model"] == label) for label in labels
+    }
+    bootstraps = {}
+    for label, frame in losses.items():
+        bootstraps[label] = ClusterBootstrap(list(frame.index.get_level_values("document")))
+        of_kinds = frame.groupby("kind").size()
+        counts = ", ".join(f"{count} {kind}" for kind, count in of_kinds.items())
+        num_documents = bootstraps[label].num_documents
+        print(f"{label}: {len(frame)} windows of {num_documents} documents ({counts})")
+    head = [f"{label} {100 * keep:g} %" for label in labels for keep in keeps]
     for way in ("fitted", "later", *(way for way in ways if way != "suffix")):
-        print(f"\n{way}")
-        shown = [method for method in methods if (way, method, keeps[0]) in losses.columns]
+        shown = [
+            method
+            for method in methods
+            if all((way, method, keeps[0]) in frame.columns for frame in losses.values())
+        ]
+        if not shown:
+            continue
+        print("\n" + " | ".join([f"| {way}", *head]) + " |")
+        print("|---" * (len(head) + 1) + "|")
         for method in shown:
-            cells = []
-            for keep in keeps:
-                kl = losses[way, method, keep].to_numpy()
-                first = losses[way, shown[0], keep].to_numpy()
-                mean = bootstrap.mean(kl)
-                ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, first))
-                cells.append(
-                    f"{mean.value:.4f} x{ratio.value:.2f} [{ratio.low:.2f}, {ratio.high:.2f}]"
-                )
-            print(f"{method:<44}" + "  ".join(cells))
-    print("\nprocessor seconds a window, all keep ratios, the model's own forwards left out")
-    for (method, way), rows in pd.DataFrame(records).groupby(["method", "way"], sort=False):
-        print(f"{method:<44}{way:<16}{rows.seconds.sum() / rows.window.nunique():.1f}")
+            compared = list(dict.fromkeys([shown[0], method]))
+            cells = [
+                cell(losses[label].xs(keep, axis=1, level="keep"), bootstraps[label], way, compared)
+                for label in labels
+                for keep in keeps
+            ]
+            print(" | ".join([f"| `{method}`", *cells]) + " |")
+
+
+def report_kinds(records: list[dict], method: str, keeps: list[float]) -> None:
+    """Markdown: mean KL of one method by kind of text, later and on a document alone."""
+    frame = pd.DataFrame([record for record in records if record["method"] == method])
+    if frame.kind.nunique() < 2:
+        return
+    print("\n" + " | ".join([f"| `{method}` by kind", *(f"{100 * k:g} %" for k in keeps)]) + " |")
+    print("|---" * (len(keeps) + 1) + "|")
+    frame["later"] = [halves[1] for halves in frame.halves]
+    frame["all"] = [sum(halves) / 2 for halves in frame.halves]
+    for (label, kind, way), rows in frame.groupby(["model", "kind", "way"], sort=False):
+        column = "later" if way == "suffix" else "all"
+        means = rows.groupby("keep")[column].mean()
+        name = "later" if way == "suffix" else way
+        cells = [f"{means[keep]:.3g}" for keep in keeps]
+        print(" | ".join([f"| {label}, {kind}, {name}", *cells]) + " |")
+
+
+def report_seconds(records: list[dict], methods: list[str], keeps: list[float]) -> None:
+    """Markdown: median processor seconds of a cache that is fitted to the suffix."""
+    frame = pd.DataFrame([record for record in records if record["way"] == "suffix"])
+    labels = list(dict.fromkeys(frame.model))
+    head = [f"{label} {100 * keep:g} %" for label in labels for keep in keeps]
+    print("\n" + " | ".join(["| seconds", *head]) + " |")
+    print("|---" * (len(head) + 1) + "|")
+    medians = frame.groupby(["method", "model", "keep"]).seconds.median()
+    for method in methods:
+        cells = [f"{medians[method, label, keep]:.2f}" for label in labels for keep in keeps]
+        print(" | ".join([f"| `{method}`", *cells]) + " |")
 
 
 def plot(records: list[dict], methods: list[str], path: Path) -> None:
-    """KL against the slots kept, by method, where the text that follows is half known and where it
-    is not."""
+    """KL against the slots kept on one model, by method, where the text that follows is half known
+    and where it is not."""
     losses = table(records)
     figure, axes = plt.subplots(1, 2, figsize=(9, 4.2), sharey=True, layout="constrained")
     ways = {"later": "text behind the fitted positions", "self": "a document alone"}
@@ -251,90 +280,60 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", nargs="+", required=True, metavar="DOMAIN=PATH[:SPLIT]")
+    add_model_option(parser)
+    add_options(parser)
     parser.add_argument(
-        "--out", type=Path, required=True, help="folder of this model, prefix length and text"
+        "--out", type=Path, required=True, help="folder of these texts and this prefix length"
     )
-    parser.add_argument("--prefix", type=int, default=768)
-    parser.add_argument("--windows", type=int, default=16, help="of each domain")
-    parser.add_argument("--per-document", type=int, default=2)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2, 0.4])
-    parser.add_argument("--methods", nargs="+", default=METHODS)
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        default=METHODS,
+        help="kvcat's methods, kvsculpt, kvsculpt-adaptive, grkv[:METHOD], and with --peer "
+        "original-keys, original-omp, original-omp-fast",
+    )
     parser.add_argument(
         "--ways",
         nargs="+",
         choices=("suffix", "self", "reconstruction"),
         default=["suffix", "self"],
     )
-    parser.add_argument(
-        "--peer",
-        type=Path,
-        help="checkout of the original's code: methods original-keys, original-omp-fast",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the windows' places")
-    parser.add_argument("--plot", type=Path, help="write KL against slots as a picture")
+    parser.add_argument("--first", type=int, help="measure so many windows alone")
+    parser.add_argument("--peer", type=Path, help="checkout of the original's code")
+    parser.add_argument("--plot", type=Path, help="write a picture of the first model's KL")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model, tokenizer = kvcat.load(options.model)
-    options.out.mkdir(parents=True, exist_ok=True)
-    chosen = options.out / "windows.jsonl"
+    models = parse_models(options.model)
+    windows = stored(options.out, options, SUFFIX, [encoder(model.tokenizer) for model in models])
     done = options.out / "records.jsonl"
-    settings = {
-        key: vars(options)[key]
-        for key in ("model", "data", "prefix", "windows", "per_document", "seed")
-    }
-    if claim_folder(options.out, "config.json", settings) not in (None, settings):
-        raise SystemExit(f"{options.out} holds other windows: see its config.json")
-    if not chosen.exists():
-        fields = ("domain", "document", "tokens")
-        append_jsonl(
-            chosen,
-            *(dict(zip(fields, window, strict=True)) for window in windows(options, tokenizer)),
-        )
     records = read_jsonl(done) if done.exists() else []
     known = {
-        (record["window"], record["method"], record["way"], record["keep"]) for record in records
+        (record["model"], record["window"], record["method"], record["way"], record["keep"])
+        for record in records
     }
-    for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
-        traces = Traces(model, tokenizer, window["tokens"], options.prefix)
-        for spec in options.methods:
-            for way in options.ways:
-                keeps = [keep for keep in options.keep if (index, spec, way, keep) not in known]
-                original = spec.startswith(
-                    "original-"
-                )  # supports only queries after the prefix as supervision
-                if not keeps or not (
-                    way == "suffix" or (spec.startswith(LEARNING) and not original)
-                ):
-                    continue
-                if way == "self" and spec.startswith(
-                    "gradient"
-                ):  # learns from predictions, and there are none
-                    continue
-                compressor = (
-                    Original(options.peer, spec.removeprefix("original-"))
-                    if original
-                    else seeded_compressor(*parse_method(spec), seed=0)
-                )
-                about = {
-                    "window": index,
-                    "document": window["document"],
-                    "method": spec,
-                    "way": way,
-                }
-                new = [about | figures for figures in measure(traces, compressor, way, keeps)]
-                append_jsonl(done, *new)
-                records += new
-    print(
-        f"{platform.machine()}, torch {torch.__version__}, {options.model}, {options.prefix} + "
-        f"{SUFFIX} tokens"
-    )
-    wanted = [r for r in records if r["method"] in options.methods and r["keep"] in options.keep]
+    for named in models:
+        for record in run(named, windows[: options.first], options, known):
+            append_jsonl(done, record)
+            records.append(record)
+    print(f"{platform.machine()}, torch {torch.__version__}, {options.prefix} + {SUFFIX} tokens\n")
+    labels = {named.label for named in models}
+    wanted = [
+        record
+        for record in records
+        if record["method"] in options.methods
+        and record["keep"] in options.keep
+        and record["model"] in labels
+        and record["way"] in options.ways
+        and record["window"] < (options.first or len(windows))
+    ]
     report(wanted, list(options.methods), options.keep, options.ways)
+    report_kinds(wanted, options.methods[0], options.keep)
+    report_seconds(wanted, list(options.methods), options.keep)
     if options.plot:
-        plot(wanted, list(options.methods), options.plot)
+        of_first = [record for record in wanted if record["model"] == models[0].label]
+        plot(of_first, list(options.methods), options.plot)
 
 
 if __name__ == "__main__":

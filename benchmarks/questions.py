@@ -1,5 +1,8 @@
 """Share of right answers from compact caches: python benchmarks/questions.py --out FILE.
 
+With several models (--model PATH LABEL=PATH) each is asked about the same names and numbers, in
+documents of the same number of tokens.
+
 A document consists of neutral sentences and of lines such as "The phone number of Anna is 48213.":
 one such line (needle), four (multi-needle) or twelve (key-value). It is a user's turn in the chat
 template. The question "What does the text say?" follows, and the answer is begun: "The phone number
@@ -28,12 +31,13 @@ from pathlib import Path
 
 import pandas as pd
 import torch
+from named_models import NamedModel, add_model_option, parse_models
+from peers import method_of
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import kvcat
 from kvcat.cache import CompactCache
-from kvcat.compress import Trace, parse_method, seeded_compressor, slots_for, trace
+from kvcat.compress import Trace, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.evals import intervals
 from kvcat.evals.answers import greedy_answers
@@ -171,7 +175,7 @@ def answered(
         if method == "truncated":
             caches = iter([document.truncated(keep) for keep in missing])
         else:
-            caches = seeded_compressor(*parse_method(method), seed=0).each(traces[way], missing)
+            caches = method_of(method).each(traces[way], missing)
         for keep in missing:
             begun = time.process_time()
             cache = next(caches)
@@ -255,11 +259,42 @@ def show(records: Sequence[dict]) -> None:
         )
 
 
+def ask(named: NamedModel, options: argparse.Namespace) -> None:
+    """Ask one model what is not asked yet, and print its tables."""
+    everything = read_jsonl(options.out) if options.out.exists() else []
+    # records of older versions name no model; they are of this one
+    records = [r for r in everything if r.get("model", "smollm2-135m") == named.label]
+    known = {(r["document"], r["condition"], r["keep"]) for r in records}
+    model = named.load()
+    tokenizer = named.tokenizer
+    documents = [
+        Document(model, tokenizer, kind, length, options.seed, index)
+        for index in range(max(options.documents))
+        for length in options.lengths
+        for kind, count in zip(KINDS, options.documents, strict=True)
+        if index < count
+    ]
+    for document in tqdm(documents, named.label):
+        for answers in answered(document, options.conditions, options.keep, known):
+            record = {"model": named.label, **answers}
+            append_jsonl(options.out, record)
+            records.append(record)
+    shown = {
+        *((condition, keep) for condition in options.conditions for keep in options.keep),
+        *BASELINES,
+    }
+    wanted = [r for r in records if (r["condition"], r["keep"]) in shown]
+    if options.show:
+        show(wanted)
+    print(f"\n{named.label}: {platform.machine()}, torch {torch.__version__}")
+    report(wanted, options.conditions, options.keep)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--model", default="smollm2-135m")
+    add_model_option(parser)
     parser.add_argument("--out", type=Path, required=True, help="file of records")
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[512, 1024], help="of documents, tokens"
@@ -274,30 +309,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model, tokenizer = kvcat.load(options.model)
     options.out.parent.mkdir(parents=True, exist_ok=True)
-    records = read_jsonl(options.out) if options.out.exists() else []
-    known = {(r["document"], r["condition"], r["keep"]) for r in records}
-    documents = [
-        Document(model, tokenizer, kind, length, options.seed, index)
-        for index in range(max(options.documents))
-        for length in options.lengths
-        for kind, count in zip(KINDS, options.documents, strict=True)
-        if index < count
-    ]
-    for document in tqdm(documents, "documents"):
-        for record in answered(document, options.conditions, options.keep, known):
-            append_jsonl(options.out, record)
-            records.append(record)
-    shown = {
-        *((condition, keep) for condition in options.conditions for keep in options.keep),
-        *BASELINES,
-    }
-    wanted = [r for r in records if (r["condition"], r["keep"]) in shown]
-    if options.show:
-        show(wanted)
-    print(f"{platform.machine()}, torch {torch.__version__}, {options.model}")
-    report(wanted, options.conditions, options.keep)
+    for named in parse_models(options.model):
+        ask(named, options)
 
 
 if __name__ == "__main__":

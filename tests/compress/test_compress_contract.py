@@ -24,6 +24,7 @@ ROWS = [
     ("attention-matching", {"budgets": "equal"}),
     ("attention-matching", {"preset": "paper", "num_queries": 20}),
     ("attention-matching", {"log_bias": False, "budgets": "equal"}),
+    ("refined", {"budgets": "equal", "num_steps": 2}),
     ("gradient", {"num_steps": 3}),
     ("gradient", {"num_steps": 2, "init": "random", "activation_checkpointing": True}),
     ("first", {}),
@@ -37,6 +38,7 @@ ROWS = [
 RAGGED = [
     ("attention-matching", {}),
     ("attention-matching", {"budgets": "layers", "own_weight": 0.0}),
+    ("refined", {"num_steps": 2}),
     ("gradient", {"num_steps": 2, "init": "attention-matching,budgets=adaptive"}),
 ]
 
@@ -47,7 +49,7 @@ def table(rows):
     )
 
 
-some_kinds = table([ROWS[1], ROWS[4], ROWS[6], RAGGED[0], RAGGED[2]])
+some_kinds = table([ROWS[1], ROWS[5], ROWS[7], *RAGGED[:1], *RAGGED[2:]])
 
 
 def test_every_registered_compressor_has_a_row_and_a_name_on_the_command_line():

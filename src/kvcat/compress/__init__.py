@@ -17,6 +17,7 @@ from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
+from kvcat.compress.methods.refined import RefinedMatching
 from kvcat.compress.registry import (
     COMPRESSORS,
     compressor_names,
@@ -40,6 +41,7 @@ __all__ = [
     "GradientCompression",
     "KVPress",
     "Reconstruction",
+    "RefinedMatching",
     "Scorer",
     "Scores",
     "SmallestCache",

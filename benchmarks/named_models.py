@@ -1,0 +1,62 @@
+"""Models of a benchmark, named by [LABEL=]PATH on the command line."""
+
+from argparse import ArgumentParser
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import kvcat
+from kvcat.errors import InputError
+from kvcat.models import load_tokenizer
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model with the name that reports give it."""
+
+    label: str
+    path: str
+
+    @classmethod
+    def parse(cls, text: str) -> "NamedModel":
+        """A model from [LABEL=]PATH; without a label it has the name of the file or folder."""
+        label, equals, path = text.partition("=")
+        if not equals:
+            return cls(Path(text).name or text, text)
+        if not (label and path):
+            raise InputError(f"{text!r} is no model: it reads PATH or LABEL=PATH")
+        return cls(label, path)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Loaded without the weights."""
+        return load_tokenizer(self.path)
+
+    def load(self, device: str = "cpu") -> Any:
+        """The model; its tokenizer is ``tokenizer``."""
+        return kvcat.load(self.path, device=device)[0]
+
+
+def add_model_option(parser: ArgumentParser) -> None:
+    """The option that names models."""
+    parser.add_argument(
+        "--model",
+        nargs="+",
+        default=["smollm2-135m"],
+        metavar="[LABEL=]PATH",
+        help="models, each measured on the same texts",
+    )
+
+
+def parse_models(texts: list[str]) -> list[NamedModel]:
+    """The models of ``--model``.
+
+    Raises:
+        InputError: two models share a label.
+    """
+    models = [NamedModel.parse(text) for text in texts]
+    labels = [model.label for model in models]
+    if len(set(labels)) < len(labels):
+        raise InputError(f"two models share a label: {', '.join(labels)}")
+    return models

@@ -1,0 +1,351 @@
+"""Slots of attention heads refined together: keys, log-bias and values, by L-BFGS."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from tqdm.auto import tqdm
+
+from kvcat.cache import CompactLayer, Head, Layer
+from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, Heads, dense_attention
+from kvcat.compress.lbfgs import minimise
+from kvcat.errors import InputError
+from kvcat.types import Float, Tensor, at_least_float32
+
+_LEAST_SHARE = 1e-6
+_TINY = 1e-30
+# relative to the mean variance of the queries' directions
+_LEAST_VARIANCE = 1e-2
+# of a slot's curvature, relative to the mean of the head's slots
+_LEAST_CURVATURE = 0.3
+# relative to the slots' squares; keeps the factorisation in single precision possible
+_LEAST_RIDGE = 1e-6
+
+
+class Slots(NamedTuple):
+    """The slots of a batch of KV heads."""
+
+    keys: Float[Tensor, "heads slots head_dim"]
+    values: Float[Tensor, "heads slots value_dim"]
+    log_bias: Float[Tensor, "heads slots"]  # nats
+
+
+class Evaluation(NamedTuple):
+    """The objective at a point.
+
+    Args:
+        value: of every head.
+        gradient: by the point.
+        values: of the slots, the best ones for the point's scores.
+    """
+
+    value: Float[Tensor, " heads"]
+    gradient: Float[Tensor, "heads slots features"]
+    values: Float[Tensor, "heads slots value_dim"]
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Squared error of a head's attention as a function of its slots' scores.
+
+    A point x changes the scores of the slots from those of the start S^0 to S^0 + F (x s)^T, with F
+    the features of the queries and s a scale per slot. Features are affine in the query, so that a
+    change of the scores is a change of key and log-bias (``slots_at``). They are whitened: over the
+    queries they have mean 0 and variance at most 1, and the last one is 1. Without log-bias they
+    are linear in the query. With softmax weights A_ij of the scores, w_i the queries' weights and
+    o_i the dense outputs, a head's value is, divided by sum_i w_i^2 |o_i|^2,
+
+        sum_i w_i^2 |sum_j A_ij v_j - o_i|^2 + c^2 sum_i f_i^2 (p_i(x) - p_i)^2 + mu |V - V^0|^2
+        + pull |x|^2,
+
+    where V is the minimiser for these scores. p_i is the share of query i's attention that goes to
+    the prefix, p_i(x) the same with the mass of the slots, f_i = w_i / p_i, and c^2 the mean of
+    |o_i|^2 with weights w_i^2. mu is ``ridge`` times the mean over the slots but the largest of
+    sum_i w_i^2 A_ij^2 at the start.
+
+    Args:
+        start: the slots to begin with.
+        features: of each query.
+        whitening: maps a change of score per feature to a change of key.
+        mean_query: what is subtracted before the whitening; None: nothing, and no log-bias.
+        start_scores: scores of the start.
+        weights, outputs, log_later_mass: of each query, the outputs times their weights.
+        share: p_i.
+        share_weights: c f_i.
+        scale: s.
+        norm: the divisor.
+        value_pull: mu.
+        pull: weight of |x|^2.
+    """
+
+    start: Slots
+    features: Float[Tensor, "heads queries features"]
+    whitening: Float[Tensor, "heads head_dim directions"]
+    mean_query: Float[Tensor, "heads 1 head_dim"] | None
+    start_scores: Float[Tensor, "heads queries slots"]
+    weights: Float[Tensor, "heads queries"]
+    outputs: Float[Tensor, "heads queries value_dim"]
+    log_later_mass: Float[Tensor, "heads queries"]
+    share: Float[Tensor, "heads queries"]
+    share_weights: Float[Tensor, "heads queries"]
+    scale: Float[Tensor, "heads slots 1"]
+    norm: Float[Tensor, " heads"]
+    value_pull: Float[Tensor, " heads"]
+    pull: float
+
+    @classmethod
+    def of(
+        cls,
+        batch: HeadBatch,
+        dense: DenseAttention,
+        start: Slots,
+        *,
+        pull: float,
+        ridge: float,
+        log_bias: bool = True,
+    ) -> "Objective":
+        """The objective of a batch of heads on their fitted queries.
+
+        Args:
+            batch: keys, values, queries and their weights; every query sees the whole prefix.
+            dense: their attention over the whole prefix.
+            start: slots to begin with.
+            pull: towards the scores of the start.
+            ridge: pull of the values towards those of the start.
+            log_bias: False: the log-bias stays as it is.
+        """
+        num_fitted = dense.weights.shape[1]
+        queries = batch.queries[:, :num_fitted]
+        later = batch.log_later_mass[:, :num_fitted]
+        share = (dense.log_mass - later).sigmoid()
+        squares = dense.weights.square()
+        norm = dense.outputs.square().sum((1, 2)).clamp_min(_TINY)
+        mean_output = (norm / squares.sum(1).clamp_min(_TINY)).sqrt()
+        factors = dense.weights / share.clamp_min(_LEAST_SHARE)
+
+        query_weights = squares / squares.sum(1, keepdim=True).clamp_min(_TINY)
+        mean_query = (query_weights.unsqueeze(-1) * queries).sum(1, keepdim=True)
+        centred = queries - mean_query
+        whitening = _whitening(centred, query_weights)
+        if log_bias:
+            features = centred @ whitening
+            features = torch.cat([features, torch.ones_like(features[..., :1])], -1)
+        else:
+            features = queries @ whitening
+
+        start_scores = queries @ start.keys.mT + start.log_bias.unsqueeze(1)
+        attention = torch.softmax(start_scores, -1)
+        curvature = _curvature(attention, dense, start.values) / norm.unsqueeze(1)
+        floor = _LEAST_CURVATURE * curvature.mean(1, keepdim=True)
+        scale = (curvature + floor).clamp_min(_TINY).rsqrt().unsqueeze(-1)
+        slot_squares = (attention * dense.weights.unsqueeze(-1)).square().sum(1)
+        num_others = max(1, slot_squares.shape[1] - 1)
+        mean_of_others = (slot_squares.sum(1) - slot_squares.amax(1)) / num_others
+        return cls(
+            start=start,
+            features=features,
+            whitening=whitening,
+            mean_query=mean_query if log_bias else None,
+            start_scores=start_scores,
+            weights=dense.weights,
+            outputs=dense.outputs,
+            log_later_mass=later,
+            share=share,
+            share_weights=mean_output.unsqueeze(1) * factors,
+            scale=scale,
+            norm=norm,
+            value_pull=ridge * mean_of_others.clamp_min(_TINY),
+            pull=pull,
+        )
+
+    def origin(self) -> Float[Tensor, "heads slots features"]:
+        """The point of the start."""
+        num_heads, num_slots, _ = self.start.keys.shape
+        return self.features.new_zeros(num_heads, num_slots, self.features.shape[-1])
+
+    def __call__(self, point: Float[Tensor, "heads slots features"]) -> Evaluation:
+        """Value, gradient and the best values at a point; value infinite where no factorisation
+        exists.
+        """
+        scores = torch.baddbmm(self.start_scores, self.features, (point * self.scale).mT)
+        log_mass = scores.logsumexp(-1)
+        attention = scores.sub_(log_mass.unsqueeze(-1)).exp_()
+        change, residual, is_solved = self._best_change(attention * self.weights.unsqueeze(-1))
+        values = self.start.values + change
+        share = (log_mass - self.log_later_mass).sigmoid()
+        share_error = self.share_weights * (share - self.share)
+        value = residual.square().sum((1, 2)) + share_error.square().sum(1)
+        value = value + self.value_pull * change.square().sum((1, 2))
+
+        # half of the derivative by the scores; the values are optimal, so theirs is 0
+        by_score = (residual * self.weights.unsqueeze(-1)) @ values.mT
+        by_score -= (attention * by_score).sum(-1, keepdim=True)
+        by_mass = share_error * self.share_weights * share * (1 - share)
+        by_score = by_score.add_(by_mass.unsqueeze(-1)).mul_(attention)
+        gradient = 2 * self.scale * (by_score.mT @ self.features)
+
+        value = value / self.norm + self.pull * point.square().sum((1, 2))
+        gradient = gradient / self.norm.view(-1, 1, 1) + 2 * self.pull * point
+        return Evaluation(value.masked_fill(~is_solved, torch.inf), gradient, values)
+
+    def slots_at(self, point: Float[Tensor, "heads slots features"]) -> Slots:
+        """Keys, values and log-bias of a point."""
+        by_feature = point * self.scale
+        values = self(point).values
+        if self.mean_query is None:
+            keys = self.start.keys + by_feature @ self.whitening.mT
+            return Slots(keys, values, self.start.log_bias)
+        key_change = by_feature[..., :-1] @ self.whitening.mT
+        at_mean = (key_change * self.mean_query).sum(-1)
+        log_bias = self.start.log_bias + by_feature[..., -1] - at_mean
+        return Slots(self.start.keys + key_change, values, log_bias)
+
+    def _best_change(
+        self, weighted: Float[Tensor, "heads queries slots"]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The best change of the start's values, the residuals, and where they exist.
+
+        Args:
+            weighted: attention weights times the queries' weights.
+        """
+        error = torch.baddbmm(self.outputs, weighted, self.start.values, alpha=-1)
+        gram = weighted.mT @ weighted
+        squares = gram.diagonal(dim1=-2, dim2=-1)
+        # columns of equal length: the sink's is far longer than the others
+        lengths = (squares + self.value_pull.unsqueeze(-1)).sqrt()
+        gram = gram / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
+        gram.diagonal(dim1=-2, dim2=-1).fill_(1 + _LEAST_RIDGE)
+        factor, info = torch.linalg.cholesky_ex(gram)
+        right = (weighted.mT @ error) / lengths.unsqueeze(-1)
+        change = torch.cholesky_solve(right, factor) / lengths.unsqueeze(-1)
+        is_solved = (info == 0) & change.isfinite().all(-1).all(-1)
+        change = torch.where(is_solved.view(-1, 1, 1), change, 0.0)
+        return change, torch.baddbmm(error, weighted, change, beta=-1), is_solved
+
+
+def refine_slots(objective: Objective, num_steps: int) -> Slots:
+    """The slots after some steps of L-BFGS from the start of an objective."""
+
+    def value_and_gradient(point: Tensor) -> tuple[Tensor, Tensor]:
+        evaluation = objective(point)
+        return evaluation.value, evaluation.gradient
+
+    return objective.slots_at(minimise(value_and_gradient, objective.origin(), num_steps))
+
+
+@torch.no_grad()
+def refine_layers(
+    heads: Heads,
+    start: Sequence[Layer],
+    num_steps: int,
+    *,
+    pull: float,
+    ridge: float,
+    log_bias: bool = True,
+) -> list[Layer]:
+    """The layers of a cache with refined slots, as many in every head as before.
+
+    Heads that hold the whole prefix stay as they are.
+
+    Args:
+        heads: of the cache's trace, with the queries to fit to.
+        start: layers of a cache of this trace.
+        num_steps: as in ``refine_slots``.
+        pull, ridge: as in ``Objective.of``.
+        log_bias: False: the log-bias stays as it is. A cache without one gets none.
+
+    Raises:
+        InputError: queries of the prefix at their original positions, which do not see all of it.
+    """
+    if heads.fitted.causal:
+        raise InputError(
+            "refinement needs queries at positions after the prefix. A prefix alone has them with "
+            "preset=stable, if the model's keys rotate with their position: use attention-matching"
+        )
+    slots_of_heads = _slots_of_heads(start)
+    sizes = {index: len(keys) for index, (keys, _, _) in slots_of_heads.items()}
+    groups = heads.groups_for_fit(sizes)
+    for group in tqdm(groups, "refinement", delay=2.0, disable=None, leave=False):
+        prefix_keys, _, _ = heads.trace.head(*group[0])
+        if sizes[group[0]] == len(prefix_keys):
+            continue
+        batch = heads.load_fitted(group)
+        before = [slots_of_heads[index] for index in group]
+        has_bias = before[0][2] is not None
+        objective = Objective.of(
+            batch,
+            dense_attention(batch),
+            _stacked(before),
+            pull=pull,
+            ridge=ridge,
+            log_bias=log_bias and has_bias,
+        )
+        refined = refine_slots(objective, num_steps)
+        dtype = before[0][0].dtype
+        for index, keys, values, bias in zip(group, *refined, strict=True):
+            slots = (keys.to(dtype), values.to(dtype), bias if has_bias else None)
+            slots_of_heads[index] = slots
+    return [_layer(slots_of_heads, index, layer) for index, layer in enumerate(start)]
+
+
+def _slots_of_heads(layers: Sequence[Layer]) -> dict[HeadIndex, Head]:
+    """The slots of every head."""
+    return {
+        (index, example, head): layer.head(example, head)
+        for index, layer in enumerate(layers)
+        for example, counts in enumerate(layer.counts)
+        for head in range(len(counts))
+    }
+
+
+def _stacked(heads: Sequence[Head]) -> Slots:
+    """The slots of heads with equally many; without log-bias it is 0."""
+    keys = at_least_float32(torch.stack([keys for keys, _, _ in heads]))
+    values = at_least_float32(torch.stack([values for _, values, _ in heads]))
+    biases = [bias for _, _, bias in heads if bias is not None]
+    log_bias = at_least_float32(torch.stack(biases)) if biases else torch.zeros_like(keys[..., 0])
+    return Slots(keys, values, log_bias)
+
+
+def _layer(slots_of_heads: Mapping[HeadIndex, Head], index: int, start: Layer) -> Layer:
+    """One layer from the slots of its heads."""
+    keys: list[list[Tensor]] = []
+    values: list[list[Tensor]] = []
+    biases: list[list[Tensor]] = []
+    for example, counts in enumerate(start.counts):
+        slots = [slots_of_heads[index, example, head] for head in range(len(counts))]
+        keys.append([head_keys for head_keys, _, _ in slots])
+        values.append([head_values for _, head_values, _ in slots])
+        biases.append([bias for _, _, bias in slots if bias is not None])
+    return CompactLayer.ragged(keys, values, None if start.log_bias is None else biases)
+
+
+def _whitening(
+    centred: Float[Tensor, "heads queries head_dim"], weights: Float[Tensor, "heads queries"]
+) -> Float[Tensor, "heads head_dim directions"]:
+    """Matrices W so that the rows of centred W have a weighted covariance of at most the identity.
+
+    Directions without variance are divided by a tenth of the root of the mean variance.
+    """
+    covariance = (centred * weights.unsqueeze(-1)).mT @ centred
+    variances, directions = torch.linalg.eigh(covariance.double())
+    variances = variances.clamp_min(0.0)
+    floor = _LEAST_VARIANCE * variances.mean(-1, keepdim=True)
+    lengths = (variances + floor).clamp_min(_TINY).rsqrt()
+    return (directions * lengths.unsqueeze(-2)).to(centred.dtype)
+
+
+def _curvature(
+    attention: Float[Tensor, "heads queries slots"],
+    dense: DenseAttention,
+    values: Float[Tensor, "heads slots value_dim"],
+) -> Float[Tensor, "heads slots"]:
+    """Sum over the queries of w^2 A^2 |v - o|^2: how much each slot's score changes the outputs."""
+    weights = dense.weights.unsqueeze(-1)
+    squares = (attention * weights).square()
+    outputs = dense.outputs / weights.clamp_min(_TINY)
+    of_slots = squares.sum(1) * values.square().sum(-1)
+    products = (squares.mT @ outputs * values).sum(-1)
+    of_outputs = (squares.mT @ outputs.square().sum(-1, keepdim=True)).squeeze(-1)
+    return (of_slots - 2 * products + of_outputs).clamp_min(0.0)

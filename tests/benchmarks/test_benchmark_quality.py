@@ -1,0 +1,78 @@
+"""The joint report of KL on several models."""
+
+import numpy as np
+import pytest
+from named_models import NamedModel, parse_models
+from quality import makes_cache, report, report_kinds, table
+
+from tiny import refusal
+
+
+def records_of(label, scale):
+    """Two methods on four windows; the second has half the first one's KL on three of them."""
+    records = []
+    for window in range(4):
+        for method, factor in (("attention-matching", 1.0), ("refined", 0.5 if window else 2.0)):
+            kl = scale * (window + 1) * factor
+            about = {"model": label, "window": window, "kind": "ab"[window % 2]}
+            about |= {"document": f"d{window}", "method": method, "keep": 0.1, "seconds": 1.0}
+            records.append({**about, "way": "suffix", "halves": [kl, 2 * kl]})
+            records.append({**about, "way": "self", "halves": [kl, 3 * kl]})
+    return records
+
+
+def test_a_report_has_means_ratios_and_the_windows_on_which_a_method_is_ahead(capsys):
+    records = records_of("one", 0.01) + records_of("two", 0.1)
+    report(records, ["attention-matching", "refined"], [0.1], ["suffix", "self"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "one: 4 windows of 4 documents (2 a, 2 b)"
+    fitted = lines.index("| fitted | one 10 % | two 10 % |")
+    first, second = lines[fitted + 2 : fitted + 4]
+    assert first.startswith("| `attention-matching` | 0.025 [")
+    assert "| 0.25 [" in first
+    # (2 + 1 + 1.5 + 2) / (1 + 2 + 3 + 4)
+    assert second.count("| 0.65 [") == 2
+    assert second.count("], 3/4 |") == 2
+
+
+def test_a_document_alone_counts_both_halves():
+    losses = table(records_of("one", 0.01))
+    np.testing.assert_allclose(losses["self", "attention-matching", 0.1].mean(), 0.05)
+    np.testing.assert_allclose(losses["later", "attention-matching", 0.1].mean(), 0.05)
+
+
+def test_windows_that_a_method_lacks_do_not_count():
+    records = records_of("one", 0.01)
+    missing = [r for r in records if (r["window"], r["method"], r["way"]) != (1, "refined", "self")]
+    assert list(table(missing).index.get_level_values("window")) == [0, 2, 3]
+
+
+def test_kinds_have_their_own_means(capsys):
+    report_kinds(records_of("one", 0.01), "attention-matching", [0.1])
+    lines = capsys.readouterr().out.splitlines()
+    assert "| one, a, later | 0.04 |" in lines
+    assert "| one, b, self | 0.06 |" in lines
+
+
+@pytest.mark.parametrize(
+    ("method", "ways"),
+    [
+        ("attention-matching", {"suffix", "self", "reconstruction"}),
+        ("refined,preset=known", {"suffix", "reconstruction"}),
+        ("gradient,init=attention-matching", {"suffix", "reconstruction"}),
+        ("original-omp-fast", {"suffix"}),
+        ("snapkv", {"suffix"}),
+        ("grkv", {"suffix"}),
+    ],
+)
+def test_a_method_makes_a_cache_where_it_has_something_to_learn_from(method, ways):
+    everything = ("suffix", "self", "reconstruction")
+    assert {way for way in everything if makes_cache(method, way)} == ways
+
+
+def test_models_are_named_by_their_label_or_folder():
+    models = parse_models(["smollm2-135m", "folder/small", "Big=folder/large"])
+    assert [model.label for model in models] == ["smollm2-135m", "small", "Big"]
+    assert models[2] == NamedModel("Big", "folder/large")
+    assert "share a label" in refusal(parse_models, ["a/x", "b/x"])
+    assert "is no model" in refusal(parse_models, ["=x"])
