@@ -332,7 +332,9 @@ class CompactCache:
                 together with ``static_tokens``.
         """
         if packed and (self.bits is None or static_tokens is not None):
-            reason = "static_tokens need ordinary keys" if self.bits else "the cache is not in codes"
+            reason = (
+                "static_tokens need ordinary keys" if self.bits else "the cache is not in codes"
+            )
             raise InputError(f"packed=True is not possible: {reason}")
         factors = self.rotary_factors(model)
         if static_tokens is not None:

@@ -118,7 +118,7 @@ def unpack(packed: Int[Tensor, "*rows bytes"], bits: int) -> Int[Tensor, "*rows 
     return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
 
 
-def key_groups(num_packed: int, group: int) -> list[int]:
+def key_groups(num_packed: int, group: int = KEY_GROUP) -> list[int]:
     """Slots of each group of keys of a head with so many packed slots: about equally many."""
     num_groups = -(-num_packed // group)
     ends = [number * num_packed // num_groups for number in range(num_groups + 1)]
@@ -427,9 +427,7 @@ def quantized_problem(
     return None
 
 
-def _shapes(
-    tensors: dict[str, Tensor], bits: Bits, key_group: int
-) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's tensors, from its counts and its first slots."""
     counts = tensors["counts"].flatten().tolist()
     num_heads = len(counts)

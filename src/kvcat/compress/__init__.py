@@ -17,6 +17,7 @@ from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
+from kvcat.compress.quantized import Quantized
 from kvcat.compress.registry import (
     COMPRESSORS,
     compressor_names,
@@ -39,6 +40,7 @@ __all__ = [
     "Eviction",
     "GradientCompression",
     "KVPress",
+    "Quantized",
     "Reconstruction",
     "Scorer",
     "Scores",
