@@ -13,7 +13,7 @@ from kvcat.cache.quantized import (
     QuantizedLayer,
     check_dims,
     key_groups,
-    quantized_bytes,
+    most_bytes_per_slot,
     round_values,
 )
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
@@ -47,7 +47,7 @@ __all__ = [
     "held_factors",
     "key_groups",
     "layer_windows",
-    "quantized_bytes",
+    "most_bytes_per_slot",
     "rope_border",
     "rope_factors",
     "round_values",

@@ -116,14 +116,21 @@ class CompactCache:
         wanted = Bits.parse(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
-        layers = [quantized_layer(layer, wanted) for layer in self.unpacked().layers]
+        layers = [quantized_layer(layer, wanted) for layer in self.ordinary_layers()]
         return replace(self, layers=layers, metadata={**self.metadata, "bits": str(wanted)})
 
     def unpacked(self) -> "CompactCache":
         """The cache in ordinary keys and values; itself if it is not in few bits."""
         if self.bits is None:
             return self
-        return replace(self, layers=[_ordinary(layer) for layer in self.layers])
+        return replace(self, layers=self.ordinary_layers())
+
+    def ordinary_layers(self) -> list[Layer]:
+        """The layers in ordinary keys and values."""
+        return [
+            layer.unpacked() if isinstance(layer, QuantizedLayer) else layer
+            for layer in self.layers
+        ]
 
     def select(self, rows: Rows) -> "CompactCache":
         """The cache of the given examples."""
@@ -342,7 +349,7 @@ class CompactCache:
         if self.has_log_bias or not self.is_uniform or packed:
             enable(model)
         layers: list[PrefixLayer | StaticPrefixLayer] = []
-        prefix = self.layers if packed else self.unpacked()._biased_layers()
+        prefix = self.layers if packed else self._biased_layers()
         for layer, window in zip(prefix, layer_windows(model.config), strict=True):
             if static_tokens is None:
                 prefix_layer = PrefixLayer(
@@ -383,7 +390,7 @@ class CompactCache:
         transformers makes its mask for the slots of the first layer. Only in a layer with a
         log-bias does attention cut the mask to the slots of that layer.
         """
-        ordinary = [_ordinary(layer) for layer in self.layers]
+        ordinary = self.ordinary_layers()
         if self.is_uniform:
             return ordinary
         layers: list[Layer] = []
@@ -393,11 +400,6 @@ class CompactCache:
                 layer = replace(layer, log_bias=zeros)
             layers.append(layer)
         return layers
-
-
-def _ordinary(layer: Layer | QuantizedLayer) -> Layer:
-    """A layer in ordinary keys and values."""
-    return layer.unpacked() if isinstance(layer, QuantizedLayer) else layer
 
 
 def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:

@@ -166,7 +166,14 @@ class StaticPrefixLayer(PrefixLayer):
     is_compileable = True
     is_croppable = False
 
-    def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
+    def __init__(
+        self,
+        slots: Layer | QuantizedLayer,
+        num_tokens: int,
+        *,
+        capacity: int,
+        window: int | None = None,
+    ):
         super().__init__(slots.padded(), num_tokens, window=window)
         _check_window(window, num_tokens + capacity)
         self.capacity = capacity

@@ -12,7 +12,7 @@ would make the steps of all other keys several times as large.
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -121,8 +121,10 @@ def unpack(packed: Int[Tensor, "*rows bytes"], bits: int) -> Int[Tensor, "*rows 
 def key_groups(num_packed: int, group: int = KEY_GROUP) -> list[int]:
     """Slots of each group of keys of a head with so many packed slots: about equally many."""
     num_groups = -(-num_packed // group)
+    if num_groups == 0:
+        return []
     ends = [number * num_packed // num_groups for number in range(num_groups + 1)]
-    return [stop - start for start, stop in pairwise(ends)] if num_groups else []
+    return [stop - start for start, stop in pairwise(ends)]
 
 
 def value_group(value_dim: int) -> int:
@@ -204,10 +206,10 @@ class QuantizedLayer(Slots):
         key_codes, value_codes: packed codes of the other slots.
         key_scales, key_offsets: of every group of at most ``key_group`` slots, float16.
         value_scales, value_offsets: of every packed slot and group of channels, float16.
-        log_bias: of all slots, the first ones included, float16; None: none.
         bits: of keys and values.
         key_group: most slots of a group of keys.
         dtype: of the unpacked keys and values.
+        half_bias: log-bias of all slots, the first ones included, float16; None: none.
     """
 
     counts: Int[Tensor, "batch kv_heads"]  # type: ignore[override]
@@ -219,10 +221,10 @@ class QuantizedLayer(Slots):
     value_codes: Int[Tensor, "packed value_bytes"]
     value_scales: Float[Tensor, "packed value_groups"]
     value_offsets: Float[Tensor, "packed value_groups"]
+    bits: Bits
+    key_group: int
+    dtype: torch.dtype
     half_bias: Float[Tensor, " total_slots"] | None = None
-    bits: Bits = Bits(4, 4)
-    key_group: int = KEY_GROUP
-    dtype: torch.dtype = torch.float32
 
     @staticmethod
     def of_heads(
@@ -309,7 +311,7 @@ class QuantizedLayer(Slots):
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "QuantizedLayer":
+    ) -> Self:
         """On another device, unpacked in another dtype; the codes do not change."""
         moved: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
@@ -417,7 +419,7 @@ def quantized_problem(
         if not is_usable.all():
             return f"{name} hold numbers that are not finite"
     counts = tensors["counts"]
-    if counts.dim() != 2 or not counts.numel() or not 1 <= counts.min():
+    if counts.dim() != 2 or not counts.numel() or not counts.min() >= 1:
         return f"counts have shape {tuple(counts.shape)}, or a head has no slot"
     if counts.max() > num_tokens:
         return f"{int(counts.max())} slots for a prefix of {num_tokens} tokens"
@@ -456,16 +458,23 @@ def check_dims(head_dim: int, value_dim: int, bits: Bits) -> None:
             raise InputError(f"{name} of {dim} channels do not fill whole bytes in {number} bits")
 
 
-def quantized_bytes(counts: list[int], dims: tuple[int, int], bits: Bits, *, bias: bool) -> int:
-    """Bytes of a layer in few bits whose heads have these numbers of slots."""
+def most_bytes_per_slot(dims: tuple[int, int], bits: Bits) -> tuple[float, float]:
+    """The most bytes of a slot with its share of the scales, and of a head besides its slots.
+
+    Args:
+        dims: channels of a key and of a value.
+        bits: of keys and values.
+    """
     head_dim, value_dim = dims
-    num_packed = sum(counts) - len(counts)
-    num_groups = sum(len(key_groups(count - 1, KEY_GROUP)) for count in counts)
-    codes = num_packed * (head_dim * bits.keys + value_dim * bits.values) // 8
-    value_grids = num_packed * 4 * (value_dim // value_group(value_dim))
-    key_grids = num_groups * 4 * head_dim
-    first = len(counts) * 2 * (head_dim + value_dim)
-    return codes + value_grids + key_grids + first + 2 * sum(counts) * bias + 4 * len(counts)
+    codes = (head_dim * bits.keys + value_dim * bits.values) / 8
+    value_grid = 4 * value_dim / value_group(value_dim)
+    key_grid = 4 * head_dim
+    log_bias = 2
+    count = 4
+    per_slot = codes + value_grid + key_grid / KEY_GROUP + log_bias
+    # the first slot is in half precision, and the last group of keys may hold few slots
+    per_head = 2 * (head_dim + value_dim) + key_grid + count + log_bias
+    return per_slot, per_head
 
 
 def _half_at_least(states: Tensor) -> Tensor:

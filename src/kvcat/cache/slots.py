@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Self
 
 import torch
 
@@ -30,7 +31,7 @@ class Slots:
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "Layer":
+    ) -> Self:
         """On another device, keys and values in another dtype; the dtype of the log-bias does not
         change.
         """

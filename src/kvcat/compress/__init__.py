@@ -17,7 +17,7 @@ from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
-from kvcat.compress.quantized import Quantized
+from kvcat.compress.quantized import Quantized, slots_and_bits
 from kvcat.compress.registry import (
     COMPRESSORS,
     compressor_names,
@@ -59,6 +59,7 @@ __all__ = [
     "reconstruction",
     "replay",
     "seeded_compressor",
+    "slots_and_bits",
     "slots_for",
     "smallest_cache",
     "split_supervision",

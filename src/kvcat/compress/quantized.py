@@ -1,11 +1,14 @@
-"""Any method with its caches in few bits."""
+"""Any method with its caches in few bits, and slots and bits for a number of bytes."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvcat.cache import Bits, CompactCache
+from kvcat.cache import Bits, CompactCache, check_dims, most_bytes_per_slot
 from kvcat.compress.base import Compressor
 from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+
+_CHOICES = (Bits(4, 4), Bits(8, 4), Bits(8, 8))
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Quantized(Compressor):
 
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The caches in few bits."""
+        check_dims(trace.keys[0].shape[-1], trace.values[0].shape[-1], self.bits)
         return self.method.compress_quantized(trace, sizes, self.bits)
 
     def snapshots(
@@ -61,3 +65,40 @@ class Quantized(Compressor):
             return
         for keep_ratio in keep_ratios:
             yield self.snapshots(trace, keep_ratio=keep_ratio)
+
+
+def slots_and_bits(
+    trace: Trace, num_bytes: int, choices: Sequence[Bits | None] | None = None
+) -> tuple[int, Bits | None]:
+    """The number of slots per head, and their bits, with which a cache has at most so many bytes.
+
+    Without ``choices`` the bits are the fewest with which ``num_bytes`` do not hold the whole
+    prefix: at an equal number of bytes, more slots in fewer bits were closer to the dense cache on
+    SmolLM2-135M and on Qwen2.5-Coder-0.5B (docs/compress.md).
+
+    Args:
+        trace: of the prefix.
+        num_bytes: of all examples together.
+        choices: bits to choose from, in this order; None among them is the type of the trace.
+
+    Raises:
+        InputError: fewer bytes than one slot per head needs.
+    """
+    tried = list(_CHOICES) if choices is None else list(choices)
+    sizes = [(_slots_within(trace, num_bytes, bits), bits) for bits in tried]
+    not_whole = [(slots, bits) for slots, bits in sizes if slots < trace.max_slots]
+    slots, bits = not_whole[0] if not_whole else sizes[-1]
+    if slots < 1:
+        raise InputError(f"{num_bytes} bytes do not hold one slot in every head")
+    return min(slots, trace.max_slots), bits
+
+
+def _slots_within(trace: Trace, num_bytes: int, bits: Bits | None) -> int:
+    """Slots per head that fit into a number of bytes."""
+    num_heads = sum(keys.shape[0] * keys.shape[1] for keys in trace.keys)
+    dims = trace.keys[0].shape[-1], trace.values[0].shape[-1]
+    if bits is None:
+        per_slot = sum(dims) * trace.keys[0].itemsize + 4
+        return num_bytes // (num_heads * per_slot)
+    per_slot, per_head = most_bytes_per_slot(dims, bits)
+    return int((num_bytes / num_heads - per_head) // per_slot)

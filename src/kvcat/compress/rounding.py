@@ -17,7 +17,9 @@ import torch
 from kvcat.cache import Bits, Grid, PackedHead, key_groups, round_values
 from kvcat.types import Float, Int, Tensor
 
-_DAMPING = 0.01
+# added to the diagonals, relative to their mean
+_KEY_DAMPING = 0.1
+_VALUE_DAMPING = 0.01
 _BLOCK = 64
 
 
@@ -76,7 +78,7 @@ def round_keys_together(
     sizes = key_groups(num_slots - 1)
     gram = queries.mT @ queries
     order = _by_diagonal(gram)  # (heads, channels)
-    feedback = _feedback(gram, order)
+    feedback = _feedback(gram, order, _KEY_DAMPING)
     channels = order.unsqueeze(1).expand(-1, num_slots - 1, -1)
     remaining = keys[:, 1:].gather(2, channels)
     codes = torch.empty_like(remaining, dtype=torch.uint8)
@@ -121,7 +123,7 @@ def round_values_together(
     packed_attention = attention[..., 1:]
     gram = packed_attention.mT @ packed_attention
     order = _by_diagonal(gram)  # (heads, packed)
-    feedback = _feedback(gram, order)
+    feedback = _feedback(gram, order, _VALUE_DAMPING)
     slots = order.unsqueeze(-1).expand(-1, -1, values.shape[-1])
     remaining = values[:, 1:].gather(1, slots)
     num_packed = remaining.shape[1]
@@ -165,11 +167,11 @@ def _by_diagonal(gram: Float[Tensor, "heads rows rows"]) -> Int[Tensor, "heads r
 
 
 def _feedback(
-    gram: Float[Tensor, "heads rows rows"], order: Int[Tensor, "heads rows"]
+    gram: Float[Tensor, "heads rows rows"], order: Int[Tensor, "heads rows"], damping: float
 ) -> Float[Tensor, "heads rows rows"]:
     """How far every later row moves down for an error of 1 of a row; rows are in ``order``.
 
-    With G^-1 = U^T U and U upper triangular, this is U_jk / U_jj. A hundredth of the mean of the
+    With G^-1 = U^T U and U upper triangular, this is U_jk / U_jj. ``damping`` times the mean of the
     diagonal is added to it.
     """
     size = gram.shape[-1]
@@ -177,7 +179,7 @@ def _feedback(
     columns = order.unsqueeze(-2).expand(-1, size, -1)
     ordered = gram.gather(1, rows).gather(2, columns)
     mean = ordered.diagonal(dim1=-2, dim2=-1).mean(-1)
-    shift = torch.where(mean > 0, _DAMPING * mean, 1.0)
+    shift = torch.where(mean > 0, damping * mean, 1.0)
     ordered.diagonal(dim1=-2, dim2=-1).add_(shift.unsqueeze(-1))
     # G = R R^T with R upper triangular, from the Cholesky factor of G in reverse order
     factor = torch.linalg.cholesky(ordered.flip(-1, -2)).flip(-1, -2)
