@@ -12,14 +12,14 @@ would make the steps of all other keys several times as large.
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple
 
 import torch
 
 from kvcat.attention import Head
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, spans
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor, at_least_float32
+from kvcat.types import Float, Int, Tensor, UInt8, at_least_float32
 
 BITS = (8, 4)
 """Bits of a code that are supported."""
@@ -93,25 +93,25 @@ class Grid(NamedTuple):
             )
         return cls(scales, offsets)
 
-    def codes(self, states: Float[Tensor, "..."], bits: int) -> Int[Tensor, "..."]:
+    def codes(self, states: Float[Tensor, "..."], bits: int) -> UInt8[Tensor, "..."]:
         """The nearest code of every number, as uint8."""
         scales = self.scales.to(states)
         steps = (states - self.offsets.to(states)) / torch.where(scales > 0, scales, 1.0)
         return steps.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
-    def numbers(self, codes: Int[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+    def numbers(self, codes: UInt8[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
         """The numbers that codes stand for."""
         return self.offsets.to(dtype) + self.scales.to(dtype) * codes.to(dtype)
 
 
-def pack(codes: Int[Tensor, "*rows channels"], bits: int) -> Int[Tensor, "*rows bytes"]:
+def pack(codes: UInt8[Tensor, "*rows channels"], bits: int) -> UInt8[Tensor, "*rows bytes"]:
     """The codes in bytes: with 4 bits, an even channel in the low half and the next in the high."""
     if bits == 8:
         return codes
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
 
 
-def unpack(packed: Int[Tensor, "*rows bytes"], bits: int) -> Int[Tensor, "*rows channels"]:
+def unpack(packed: UInt8[Tensor, "*rows bytes"], bits: int) -> UInt8[Tensor, "*rows channels"]:
     """The codes that ``pack`` packed."""
     if bits == 8:
         return packed
@@ -144,9 +144,9 @@ class PackedHead(NamedTuple):
 
     first_key: Float[Tensor, " head_dim"]
     first_value: Float[Tensor, " value_dim"]
-    key_codes: Int[Tensor, "packed head_dim"]
+    key_codes: UInt8[Tensor, "packed head_dim"]
     key_grid: Grid
-    value_codes: Int[Tensor, "packed value_dim"]
+    value_codes: UInt8[Tensor, "packed value_dim"]
     value_grid: Grid
 
     @classmethod
@@ -167,7 +167,7 @@ class PackedHead(NamedTuple):
 
 def round_keys(
     keys: Float[Tensor, "packed head_dim"], bits: int, group: int = KEY_GROUP
-) -> tuple[Int[Tensor, "packed head_dim"], Grid]:
+) -> tuple[UInt8[Tensor, "packed head_dim"], Grid]:
     """Codes of a head's keys, rounded to the nearest, and the grid of each group of slots."""
     sizes = key_groups(len(keys), group)
     if not sizes:
@@ -182,7 +182,7 @@ def round_keys(
 
 def round_values(
     values: Float[Tensor, "*slots value_dim"], bits: int
-) -> tuple[Int[Tensor, "*slots value_dim"], Grid]:
+) -> tuple[UInt8[Tensor, "*slots value_dim"], Grid]:
     """Codes of values, rounded to the nearest, and the grid of every slot."""
     by_group = values.unflatten(-1, (-1, value_group(values.shape[-1])))
     if not values.numel():
@@ -215,10 +215,10 @@ class QuantizedLayer(Slots):
     counts: Int[Tensor, "batch kv_heads"]  # type: ignore[override]
     first_keys: Float[Tensor, "heads head_dim"]
     first_values: Float[Tensor, "heads value_dim"]
-    key_codes: Int[Tensor, "packed key_bytes"]
+    key_codes: UInt8[Tensor, "packed key_bytes"]
     key_scales: Float[Tensor, "groups head_dim"]
     key_offsets: Float[Tensor, "groups head_dim"]
-    value_codes: Int[Tensor, "packed value_bytes"]
+    value_codes: UInt8[Tensor, "packed value_bytes"]
     value_scales: Float[Tensor, "packed value_groups"]
     value_offsets: Float[Tensor, "packed value_groups"]
     bits: Bits
@@ -311,7 +311,7 @@ class QuantizedLayer(Slots):
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
+    ) -> "QuantizedLayer":
         """On another device, unpacked in another dtype; the codes do not change."""
         moved: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
@@ -474,7 +474,7 @@ def most_bytes_per_slot(dims: tuple[int, int], bits: Bits) -> tuple[float, float
     per_slot = codes + value_grid + key_grid / KEY_GROUP + log_bias
     # the first slot is in half precision, and the last group of keys may hold few slots
     per_head = 2 * (head_dim + value_dim) + key_grid + count + log_bias
-    return per_slot, per_head
+    return per_slot, float(per_head)
 
 
 def _half_at_least(states: Tensor) -> Tensor:

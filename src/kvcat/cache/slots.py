@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Self
+from typing import Any
 
 import torch
 
@@ -29,9 +29,7 @@ class Slots:
                 tensors[field.name] = tensor
         return tensors
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> Self:
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
         """On another device, keys and values in another dtype; the dtype of the log-bias does not
         change.
         """

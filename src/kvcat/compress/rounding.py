@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 from kvcat.cache import Bits, Grid, PackedHead, key_groups, round_values
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, UInt8
 
 # added to the diagonals, relative to their mean
 _KEY_DAMPING = 0.1
@@ -26,7 +26,7 @@ _BLOCK = 64
 class RoundedKeys(NamedTuple):
     """Keys of a batch of heads in few bits; the first key of each head is in half precision."""
 
-    codes: Int[Tensor, "heads packed head_dim"]
+    codes: UInt8[Tensor, "heads packed head_dim"]
     grid: Grid  # (heads, groups, head_dim)
     numbers: Float[Tensor, "heads slots head_dim"]
 
@@ -34,7 +34,7 @@ class RoundedKeys(NamedTuple):
 class RoundedValues(NamedTuple):
     """Values of a batch of heads in few bits; the first value of each head is in half precision."""
 
-    codes: Int[Tensor, "heads packed value_dim"]
+    codes: UInt8[Tensor, "heads packed value_dim"]
     grid: Grid  # (heads, packed, groups of channels)
     numbers: Float[Tensor, "heads slots value_dim"]
 
