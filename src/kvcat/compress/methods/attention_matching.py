@@ -1,7 +1,7 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
@@ -61,23 +61,17 @@ class HeadFit(NamedTuple):
     slots: Int[Tensor, "heads slots"]  # positions in the prefix, ascending
     values: Float[Tensor, "heads slots value_dim"]
     log_bias: Float[Tensor, "heads slots"]  # nats
-    rounded: RoundedHeads | None = None  # keys and values in few bits
 
-    def split(self) -> Iterator["SlotsOfHead"]:
+    def split(self) -> Iterator["HeadFit"]:
         """The slots of each head, without the dimension of heads."""
-        packed: Iterable[PackedHead | None] = repeat(None, len(self.slots))
-        if self.rounded is not None:
-            packed = self.rounded.split()
-        return map(SlotsOfHead, self.slots, self.values, self.log_bias, packed)
+        return map(HeadFit._make, zip(*self, strict=True))
 
 
 class SlotsOfHead(NamedTuple):
-    """The slots that one KV head keeps."""
+    """The slots that one KV head keeps, and in few bits their keys and values."""
 
-    slots: Int[Tensor, " slots"]  # positions in the prefix, ascending
-    values: Float[Tensor, "slots value_dim"]
-    log_bias: Float[Tensor, " slots"]  # nats
-    packed: PackedHead | None  # keys and values in few bits
+    fit: HeadFit  # without the dimension of heads
+    packed: PackedHead | None
 
 
 @dataclass(frozen=True)
@@ -237,7 +231,7 @@ class AttentionMatching(_Options):
         """The slots that every head keeps."""
         fits: dict[HeadIndex, SlotsOfHead] = {}
         for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
-            group_fit = match_attention(
+            group_fit, rounded = _match(
                 heads.load_fitted(group),
                 DenseAttention.stack([dense[head] for head in group]),
                 slots_of_heads[group[0]],
@@ -246,7 +240,9 @@ class AttentionMatching(_Options):
                 log_bias=self.log_bias,
                 bits=bits,
             )
-            fits.update(zip(group, group_fit.split(), strict=True))
+            packed = repeat(None, len(group)) if rounded is None else rounded.split()
+            of_heads = map(SlotsOfHead, group_fit.split(), packed)
+            fits.update(zip(group, of_heads, strict=True))
         return fits
 
 
@@ -258,7 +254,6 @@ def match_attention(
     num_iters: int | None = None,
     ridge: float | None = 0.05,
     log_bias: bool = True,
-    bits: Bits | None = None,
 ) -> HeadFit:
     """Positions, values and log-bias of the slots of a batch of KV heads.
 
@@ -267,12 +262,31 @@ def match_attention(
         dense: their attention over the whole prefix.
         num_slots: slots per head; heads that have no more slots keep all of them unchanged.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
-        bits: of keys and values in few bits; None: keys and values are not rounded.
+    """
+    fit, _ = _match(
+        batch, dense, num_slots, num_iters=num_iters, ridge=ridge, log_bias=log_bias, bits=None
+    )
+    return fit
+
+
+def _match(
+    batch: HeadBatch,
+    dense: DenseAttention,
+    num_slots: int,
+    *,
+    num_iters: int | None,
+    ridge: float | None,
+    log_bias: bool,
+    bits: Bits | None,
+) -> tuple[HeadFit, RoundedHeads | None]:
+    """As ``match_attention``; with ``bits``, keys and values in few bits as well.
+
+    The keys are rounded before the fit and the values after it, also where all slots are kept.
     """
     num_heads, prefix_len, _ = batch.keys.shape
     if num_slots >= prefix_len and bits is None:
         every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
-        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0]))
+        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0])), None
     is_paper_form = num_iters is not None
     slots = top_positions(dense.importance, num_slots)
     slot_values = take(batch.values, slots)
@@ -309,9 +323,10 @@ def match_attention(
             attention, outputs, ridge=ridge, towards=slot_values, relative_to="columns"
         )
     if bits is None or rounded_keys is None:
-        return HeadFit(slots, values, bias)
+        return HeadFit(slots, values, bias), None
     rounded_values = round_values_together(values, attention, bits)
-    return HeadFit(slots, rounded_values.numbers, bias, RoundedHeads(rounded_keys, rounded_values))
+    fit = HeadFit(slots, rounded_values.numbers, bias)
+    return fit, RoundedHeads(rounded_keys, rounded_values)
 
 
 def _layer(
@@ -332,7 +347,7 @@ def _layer(
         for row in (keys, values, biases, positions):
             row.append([])
         for head in range(num_heads):
-            fit = fits[index, example, head]
+            fit = fits[index, example, head].fit
             head_keys, _, earlier_bias = trace.head(index, example, head)
             bias = fit.log_bias
             if earlier_bias is not None:
