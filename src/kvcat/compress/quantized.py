@@ -73,8 +73,8 @@ def slots_and_bits(
     """The number of slots per head, and their bits, with which a cache has at most so many bytes.
 
     Without ``choices`` the bits are the fewest with which ``num_bytes`` do not hold the whole
-    prefix: at an equal number of bytes, more slots in fewer bits were closer to the dense cache on
-    SmolLM2-135M and on Qwen2.5-Coder-0.5B (docs/compress.md).
+    prefix: on SmolLM2-135M, more slots in 4 bits were closer to the dense cache than fewer in 8/4,
+    at 16 and at 24 times fewer bytes (docs/log.md).
 
     Args:
         trace: of the prefix.
