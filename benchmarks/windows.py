@@ -197,9 +197,9 @@ def _of_document(
 ) -> Iterator[Window]:
     """At most one window in each of ``per_document`` equal parts of a document."""
     size = CHARACTERS * length
-    part = max(1, -(-len(text) // per_document))
-    for begin in range(0, len(text), part):
-        end = min(begin + part, len(text))
+    part_size = max(1, -(-len(text) // per_document))
+    for begin in range(0, len(text), part_size):
+        end = min(begin + part_size, len(text))
         start = draw.randint(begin, max(begin, end - size))
         window = Window(kind, name, start, text[start : min(start + size, end)])
         if all(len(encode(window.text)) >= length for encode in encoders):

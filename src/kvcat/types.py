@@ -7,10 +7,10 @@ width, ``vocab`` token types, ``prefix`` and ``suffix`` the two parts of an eval
 """
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-__all__ = ["Bool", "Float", "Int", "Tensor", "at_least_float32"]
+__all__ = ["Bool", "Float", "Int", "Tensor", "UInt8", "at_least_float32"]
 
 
 def at_least_float32(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

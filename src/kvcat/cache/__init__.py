@@ -5,30 +5,50 @@ from kvcat.cache.compact import CompactCache, document_digest
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows
+from kvcat.cache.quantized import (
+    BITS,
+    Bits,
+    Grid,
+    PackedHead,
+    QuantizedLayer,
+    check_dims,
+    key_groups,
+    most_bytes_per_slot,
+    round_values,
+)
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 
 __all__ = [
+    "BITS",
     "CACHE_NAME",
+    "Bits",
     "CompactCache",
     "CompactLayer",
     "Factors",
+    "Grid",
     "Head",
     "Layer",
+    "PackedHead",
     "PrefixCache",
     "PrefixLayer",
+    "QuantizedLayer",
     "RaggedLayer",
     "are_comparable",
     "cache_argument",
     "check_batch_of_ids",
+    "check_dims",
     "check_no_adapters",
     "check_token_ids",
     "document_digest",
     "fingerprint",
     "fingerprint_like",
     "held_factors",
+    "key_groups",
     "layer_windows",
+    "most_bytes_per_slot",
     "rope_border",
     "rope_factors",
+    "round_values",
 ]  # fmt: skip

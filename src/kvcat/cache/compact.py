@@ -12,10 +12,18 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache.files import CACHE, checked_layers, parse_metadata, read_tensors, write_tensors
+from kvcat.cache.files import (
+    CACHE,
+    checked_layers,
+    parse_metadata,
+    quantized_entries,
+    read_tensors,
+    write_tensors,
+)
 from kvcat.cache.fingerprint import fingerprint_like
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
+from kvcat.cache.quantized import Bits, QuantizedLayer, quantized_layer
 from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, rounded_mean
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
@@ -39,7 +47,7 @@ class CompactCache:
         metadata: how it was made (method, keep ratio, ...), as text.
     """
 
-    layers: Sequence[Layer]
+    layers: Sequence[Layer | QuantizedLayer]
     num_tokens: int
     fingerprint: str
     metadata: dict[str, str] = field(default_factory=dict)
@@ -71,18 +79,58 @@ class CompactCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory of keys, values and log-bias, bytes."""
-        total = 0
-        for layer in self.layers:
-            for tensor in (layer.keys, layer.values, layer.log_bias):
-                if tensor is not None:
-                    total += tensor.nbytes
-        return total
+        """Memory in bytes: keys, values and log-bias, or all tensors of a cache in few bits."""
+        return sum(layer.nbytes for layer in self.layers)
 
     @property
     def has_log_bias(self) -> bool:
         """Whether any layer has a log-bias."""
-        return any(layer.log_bias is not None for layer in self.layers)
+        return any(layer.has_log_bias for layer in self.layers)
+
+    @property
+    def bits(self) -> Bits | None:
+        """Bits of keys and values in packed codes; None for a cache in ordinary numbers."""
+        first = self.layers[0]
+        return first.bits if isinstance(first, QuantizedLayer) else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the keys and values, unpacked."""
+        first = self.layers[0]
+        return first.dtype if isinstance(first, QuantizedLayer) else first.keys.dtype
+
+    def quantize(self, bits: int | str | Bits) -> "CompactCache":
+        """The cache in few bits: packed codes, with scales in half precision.
+
+        Every number is rounded to the nearest code; the first slot of each head and the log-bias
+        are rounded to half precision. Positions are not kept. ``AttentionMatching`` loses less when
+        it knows the bits before it fits (``kvcat.compress.Quantized``).
+
+        Args:
+            bits: 8 or 4; for keys and values of different bits a text such as "8/4".
+
+        Raises:
+            InputError: other bits, a cache that is in few bits already, heads whose codes do not
+                fill whole bytes, or numbers beyond half precision.
+        """
+        wanted = Bits.parse(bits)
+        if self.bits is not None:
+            raise InputError(f"the cache is in {self.bits} bits already")
+        layers = [quantized_layer(layer, wanted) for layer in self.ordinary_layers()]
+        return replace(self, layers=layers, metadata={**self.metadata, "bits": str(wanted)})
+
+    def unpacked(self) -> "CompactCache":
+        """The cache in ordinary keys and values; itself if it is not in few bits."""
+        if self.bits is None:
+            return self
+        return replace(self, layers=self.ordinary_layers())
+
+    def ordinary_layers(self) -> list[Layer]:
+        """The layers in ordinary keys and values."""
+        return [
+            layer.unpacked() if isinstance(layer, QuantizedLayer) else layer
+            for layer in self.layers
+        ]
 
     def select(self, rows: Rows) -> "CompactCache":
         """The cache of the given examples."""
@@ -112,6 +160,9 @@ class CompactCache:
             "fingerprint": self.fingerprint,
             "metadata": json.dumps(self.metadata, sort_keys=True),
         }
+        first = self.layers[0]
+        if isinstance(first, QuantizedLayer):
+            entries |= quantized_entries(first)
         checked_layers(entries, tensors, "the compact cache")
         write_tensors(Path(path), tensors, entries, CACHE)
 
@@ -154,6 +205,7 @@ class CompactCache:
         *,
         static_tokens: int | None = None,
         any_length: bool = False,
+        packed: bool = False,
     ) -> dict[str, Any]:
         """Keyword arguments with which ``model.generate`` or ``model`` continues the prefix.
 
@@ -169,6 +221,8 @@ class CompactCache:
                 compiled model needs it; None: the cache grows with each token.
             any_length: where transformers would use other rotary factors for a text of this length
                 (LongRoPE), use the factors of the cache instead of raising an error.
+            packed: a cache in few bits stays packed in memory, and every attention unpacks one
+                head at a time; else it is unpacked once, here.
 
         Raises:
             InputError: another model, no tokens, a token without an embedding, tokens that begin
@@ -186,7 +240,9 @@ class CompactCache:
         new_mask = attention_mask.to(input_ids)
         prefix_mask = new_mask.new_ones(len(input_ids), self.num_tokens)
         mask = torch.cat([prefix_mask, new_mask], dim=-1)
-        past = self.to_transformers(model, static_tokens=static_tokens, any_length=any_length)
+        past = self.to_transformers(
+            model, static_tokens=static_tokens, any_length=any_length, packed=packed
+        )
         inputs = {"input_ids": input_ids, **cache_argument(past), "attention_mask": mask}
         # the generation settings of a model folder may switch caches off
         if getattr(model.generation_config, "use_cache", None) is False:
@@ -262,6 +318,7 @@ class CompactCache:
         read_only: bool = False,
         static_tokens: int | None = None,
         any_length: bool = False,
+        packed: bool = False,
     ) -> Cache:
         """A fresh transformers cache that starts with the compact prefix.
 
@@ -274,18 +331,26 @@ class CompactCache:
             read_only: no forward changes the result; not for a static cache.
             static_tokens: as in ``inputs``.
             any_length: as in ``inputs``.
+            packed: as in ``inputs``.
 
         Raises:
             InputError: ``static_tokens`` below 1, for a read-only cache, or for a model whose
-                rotary factors depend on the length.
+                rotary factors depend on the length; ``packed`` for a cache in ordinary numbers, or
+                together with ``static_tokens``.
         """
+        if packed and (self.bits is None or static_tokens is not None):
+            reason = (
+                "static_tokens need ordinary keys" if self.bits else "the cache is not in codes"
+            )
+            raise InputError(f"packed=True is not possible: {reason}")
         factors = self.rotary_factors(model)
         if static_tokens is not None:
             self._check_static(model, static_tokens, factors, read_only=read_only)
-        if self.has_log_bias or not self.is_uniform:
+        if self.has_log_bias or not self.is_uniform or packed:
             enable(model)
         layers: list[PrefixLayer | StaticPrefixLayer] = []
-        for layer, window in zip(self._biased_layers(), layer_windows(model.config), strict=True):
+        prefix = self.layers if packed else self._biased_layers()
+        for layer, window in zip(prefix, layer_windows(model.config), strict=True):
             if static_tokens is None:
                 prefix_layer = PrefixLayer(
                     layer, self.num_tokens, window=window, read_only=read_only
@@ -320,15 +385,16 @@ class CompactCache:
             )
 
     def _biased_layers(self) -> list[Layer]:
-        """The layers, each with a log-bias if the numbers of slots differ.
+        """The ordinary layers, each with a log-bias if the numbers of slots differ.
 
         transformers makes its mask for the slots of the first layer. Only in a layer with a
         log-bias does attention cut the mask to the slots of that layer.
         """
+        ordinary = self.ordinary_layers()
         if self.is_uniform:
-            return list(self.layers)
+            return ordinary
         layers: list[Layer] = []
-        for layer in self.layers:
+        for layer in ordinary:
             if isinstance(layer, CompactLayer) and layer.log_bias is None:
                 zeros = torch.zeros(layer.keys.shape[:3], device=layer.keys.device)
                 layer = replace(layer, log_bias=zeros)

@@ -8,7 +8,7 @@ byte of the file, computed with zeros in the place of the hash.
 import hashlib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,13 @@ import torch
 from safetensors import SafetensorError
 
 from kvcat.cache.fingerprint import FORM
+from kvcat.cache.quantized import (
+    BITS,
+    QUANTIZED_TENSORS,
+    Bits,
+    QuantizedLayer,
+    quantized_problem,
+)
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
@@ -31,6 +38,7 @@ _KINDS = {
     STATE: "the state of a gradient-based run of kvcat",
 }
 _VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3}
+_QUANTIZED_VERSION = 3  # of a compact cache in few bits
 _NO_DIGEST = "0" * 64
 _ENTRIES = {
     "num_layers": r"[1-9]\d{0,4}",
@@ -38,9 +46,17 @@ _ENTRIES = {
     "fingerprint": FORM,
     "metadata": ".*",
 }
+_QUANTIZED_ENTRIES = {
+    "key_bits": "|".join(map(str, BITS)),
+    "value_bits": "|".join(map(str, BITS)),
+    "key_group": r"[1-9]\d{0,4}",
+    "dtype": "float64|float32|float16|bfloat16",
+}
 _FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 _INTEGERS = (torch.int64, torch.int32)
-_TENSOR_NAMES = r"layers\.(0|[1-9]\d{0,5})\.(keys|values|log_bias|counts|positions)"
+_ORDINARY_NAMES = "keys|values|log_bias|counts|positions"
+_TENSOR_NAMES = r"layers\.(0|[1-9]\d{0,5})\."
+_QUANTIZED_NAMES = "|".join(QUANTIZED_TENSORS)
 
 
 def write_tensors(
@@ -55,7 +71,7 @@ def write_tensors(
     content = safetensors.torch.save(on_cpu)
     header_end = _header_end(content)
     tensor_entries = json.loads(content[8:header_end])
-    entries = {"format": f"{kind}-{_VERSIONS[kind]}", **entries, "sha256": _NO_DIGEST}
+    entries = {"format": f"{kind}-{_version(kind, entries)}", **entries, "sha256": _NO_DIGEST}
     # safetensors itself would write the entries in any order
     header = {"__metadata__": entries, **tensor_entries}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -66,6 +82,15 @@ def write_tensors(
     digest.update(body)
     signed = head.replace(_digest_entry(_NO_DIGEST), _digest_entry(digest.hexdigest()))
     write_bytes(path, signed, body)
+
+
+def _version(kind: str, entries: dict[str, str]) -> int:
+    """The version of the format of a file with these entries.
+
+    Older versions of kvcat do not know caches in few bits, and reject a file of their version.
+    """
+    is_quantized = kind == CACHE and "key_bits" in entries
+    return _QUANTIZED_VERSION if is_quantized else _VERSIONS[kind]
 
 
 def _header_end(content: bytes) -> int:
@@ -99,10 +124,9 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
     if file_kind != kind:
         what = f"{_KINDS[file_kind]}, not" if file_kind in _KINDS else "not"
         raise InputError(f"{path} is {what} {_KINDS[kind]}")
-    if version != str(_VERSIONS[kind]):
-        raise InputError(
-            f"{path} has format {version[:9]}; this version of kvcat reads {_VERSIONS[kind]}"
-        )
+    if version != str(_version(kind, entries)):
+        readable = f"{_VERSIONS[kind]}" + (f" and {_QUANTIZED_VERSION}" if kind == CACHE else "")
+        raise InputError(f"{path} has format {version[:9]}; this version of kvcat reads {readable}")
     recorded = entries.pop("sha256", "")
     unsigned = content[:header_end].replace(_digest_entry(recorded), _digest_entry(_NO_DIGEST))
     digest = hashlib.sha256(unsigned)
@@ -146,7 +170,19 @@ def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
         raise InputError(f"cannot write {path}: {error.strerror}") from error
 
 
-def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: str) -> list[Layer]:
+def quantized_entries(layer: QuantizedLayer) -> dict[str, str]:
+    """Header entries of a cache of such layers."""
+    return {
+        "key_bits": str(layer.bits.keys),
+        "value_bits": str(layer.bits.values),
+        "key_group": str(layer.key_group),
+        "dtype": str(layer.dtype).removeprefix("torch."),
+    }
+
+
+def checked_layers(
+    entries: dict[str, str], tensors: dict[str, Tensor], name: str
+) -> Sequence[Layer | QuantizedLayer]:
     """The layers of a file with these header entries and tensors.
 
     Raises:
@@ -155,14 +191,18 @@ def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: st
     _check_entries(entries, name)
     num_layers = int(entries["num_layers"])
     num_tokens = int(entries["num_tokens"])
+    is_quantized = "key_bits" in entries
+    names = _QUANTIZED_NAMES if is_quantized else _ORDINARY_NAMES
     layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     for key, tensor in tensors.items():
-        match = re.fullmatch(_TENSOR_NAMES, key, re.ASCII)
+        match = re.fullmatch(f"{_TENSOR_NAMES}({names})", key, re.ASCII)
         if match is None or int(match[1]) >= num_layers:
             raise InputError(
                 f"{name} has a tensor {key!r}, which no cache of {num_layers} layers has"
             )
         layers[int(match[1])][match[2]] = tensor
+    if is_quantized:
+        return _quantized_layers(entries, layers, name)
     layouts = set()
     for index, layer in enumerate(layers):
         for problem in _problems(layer, num_tokens):
@@ -177,13 +217,32 @@ def checked_layers(entries: dict[str, str], tensors: dict[str, Tensor], name: st
     ]
 
 
+def _quantized_layers(
+    entries: dict[str, str], layers: list[dict[str, Any]], name: str
+) -> list[QuantizedLayer]:
+    """The layers of a file in few bits, from the tensors of each."""
+    bits = Bits(int(entries["key_bits"]), int(entries["value_bits"]))
+    key_group = int(entries["key_group"])
+    dtype = getattr(torch, entries["dtype"])
+    made = []
+    for index, tensors in enumerate(layers):
+        problem = quantized_problem(tensors, bits, key_group, int(entries["num_tokens"]))
+        if problem is not None:
+            raise InputError(f"{name}, layer {index}: {problem}")
+        made.append(QuantizedLayer(**tensors, bits=bits, key_group=key_group, dtype=dtype))
+    if len({layer.batch_size for layer in made}) > 1:
+        raise InputError(f"{name} has layers of different numbers of examples")
+    return made
+
+
 def _check_entries(entries: dict[str, str], name: str) -> None:
     """Reject header entries that are missing, unknown or malformed."""
-    unexpected = set(entries) ^ set(_ENTRIES)
+    forms = _ENTRIES | (_QUANTIZED_ENTRIES if "key_bits" in entries else {})
+    unexpected = set(entries) ^ set(forms)
     if unexpected:
         listed = ", ".join(sorted(unexpected))
         raise InputError(f"{name} lacks a header entry or has one that no cache has: {listed}")
-    for key, form in _ENTRIES.items():
+    for key, form in forms.items():
         if not re.fullmatch(form, entries[key], re.ASCII | re.DOTALL):
             raise InputError(f"{name}: {key} is {entries[key][:40]!r}")
     parse_metadata(entries["metadata"], name)

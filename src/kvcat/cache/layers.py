@@ -9,6 +9,7 @@ from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvcat.attention import Carried, attach
+from kvcat.cache.quantized import QuantizedLayer
 from kvcat.cache.slots import Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
@@ -19,8 +20,8 @@ class PrefixLayer(CacheLayerMixin):
 
     Positions continue from ``num_tokens`` (the prefix length), however few slots there are.
     The returned keys carry (``Carried``) what only kvcat's attention function understands. This is
-    the log-bias or, if heads hold different numbers of slots, the slots themselves, which are never
-    padded or copied. In the second case the keys are those of the new tokens alone.
+    the log-bias or, if heads hold different numbers of slots or packed codes, the slots themselves,
+    which are never padded or copied. In the second case the keys are those of the new tokens alone.
 
     Args:
         slots: the prefix.
@@ -36,29 +37,36 @@ class PrefixLayer(CacheLayerMixin):
     supports_early_init = False
 
     def __init__(
-        self, slots: Layer, num_tokens: int, *, window: int | None = None, read_only: bool = False
+        self,
+        slots: Layer | QuantizedLayer,
+        num_tokens: int,
+        *,
+        window: int | None = None,
+        read_only: bool = False,
     ):
         super().__init__()
-        if isinstance(slots, RaggedLayer):
+        if isinstance(slots, RaggedLayer | QuantizedLayer):
             # keys and values of the new tokens alone, at first none: (batch, kv_heads, 0, channels)
             shape = (*slots.counts.shape, 0)
-            self.keys = slots.keys.new_zeros(*shape, slots.keys.shape[-1])
-            self.values = slots.values.new_zeros(*shape, slots.values.shape[-1])
+            key_dim, value_dim = slots.dims
+            like = {"dtype": slots.dtype, "device": slots.device}
+            self.keys = torch.zeros(*shape, key_dim, **like)
+            self.values = torch.zeros(*shape, value_dim, **like)
             self.log_bias = None
-            self.ragged: RaggedLayer | None = slots
+            self.ragged: RaggedLayer | QuantizedLayer | None = slots
         else:
             self.keys = slots.keys
             self.values = slots.values
             self.log_bias = slots.log_bias
             self.ragged = None
-        self.rows = torch.arange(slots.batch_size, device=slots.keys.device)
+        self.rows = torch.arange(slots.batch_size, device=self.keys.device)
         self.max_slots = slots.max_slots
         self.num_tokens = num_tokens
         self.num_new = 0
         self.window = window
         self.read_only = read_only
-        self.dtype = slots.keys.dtype
-        self.device = slots.keys.device
+        self.dtype = self.keys.dtype
+        self.device = self.keys.device
         self.is_initialized = True
         self._sent: Carried | None = None
 
@@ -158,7 +166,14 @@ class StaticPrefixLayer(PrefixLayer):
     is_compileable = True
     is_croppable = False
 
-    def __init__(self, slots: Layer, num_tokens: int, *, capacity: int, window: int | None = None):
+    def __init__(
+        self,
+        slots: Layer | QuantizedLayer,
+        num_tokens: int,
+        *,
+        capacity: int,
+        window: int | None = None,
+    ):
         super().__init__(slots.padded(), num_tokens, window=window)
         _check_window(window, num_tokens + capacity)
         self.capacity = capacity

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 
@@ -11,10 +12,11 @@ from kvcat.attention import Head
 from kvcat.types import Bool, Float, Int, Tensor
 
 Rows = Int[Tensor, " rows"] | list[int] | slice
+_COUNTED = ("keys", "values", "log_bias")
 
 
-class _Slots:
-    """The base class of both kinds of layers."""
+class Slots:
+    """The base class of all kinds of layers."""
 
     counts: Int[Tensor, "batch kv_heads"]
 
@@ -27,9 +29,7 @@ class _Slots:
                 tensors[field.name] = tensor
         return tensors
 
-    def to(
-        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-    ) -> "Layer":
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
         """On another device, keys and values in another dtype; the dtype of the log-bias does not
         change.
         """
@@ -39,6 +39,17 @@ class _Slots:
         for name in ("keys", "values"):
             moved[name] = moved[name].to(dtype=dtype)
         return replace(self, **moved)  # type: ignore[type-var]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys, values and log-bias."""
+        tensors = self.tensors()
+        return sum(tensors[name].nbytes for name in _COUNTED if name in tensors)
+
+    @property
+    def has_log_bias(self) -> bool:
+        """Whether the slots have a log-bias."""
+        return "log_bias" in self.tensors()
 
     @property
     def batch_size(self) -> int:
@@ -57,7 +68,7 @@ class _Slots:
 
 
 @dataclass(frozen=True)
-class CompactLayer(_Slots):
+class CompactLayer(Slots):
     """Keys and values of one layer's slots, and a bias on the score of each slot.
 
     Args:
@@ -125,7 +136,7 @@ class CompactLayer(_Slots):
 
 
 @dataclass(frozen=True)
-class RaggedLayer(_Slots):
+class RaggedLayer(Slots):
     """Slots of one layer whose heads hold different numbers of slots.
 
     The slots of one head follow those of the previous head, example by example.
@@ -141,9 +152,24 @@ class RaggedLayer(_Slots):
     log_bias: Float[Tensor, " total_slots"] | None = None
     positions: Int[Tensor, " total_slots"] | None = None
 
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.keys.shape[-1], self.values.shape[-1]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the keys and values."""
+        return self.keys.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the keys and values are."""
+        return self.keys.device
+
     @cached_property
     def _heads(self) -> list[slice]:
-        return list(_spans(self.counts.flatten()))
+        return list(spans(self.counts.flatten().tolist()))
 
     def head(self, example: int, head: int) -> Head:
         """Keys, values and log-bias of one KV head of one example."""
@@ -170,7 +196,7 @@ class RaggedLayer(_Slots):
         if isinstance(rows, Tensor):
             rows = rows.cpu()
         chosen = torch.arange(self.batch_size)[rows]
-        slots_of_examples = list(_spans(self.counts.sum(1)))
+        slots_of_examples = list(spans(self.counts.sum(1).tolist()))
         tensors = self.tensors()
         del tensors["counts"]
         flat = {}
@@ -189,9 +215,9 @@ def rounded_mean(counts: Sequence[Int[Tensor, "batch _"]]) -> int:
     return -(-total // num_heads)
 
 
-def _spans(counts: Int[Tensor, " groups"]) -> Iterator[slice]:
-    """The slots of each group, for groups of these sizes that follow each other."""
-    return (slice(start, stop) for start, stop in pairwise([0, *accumulate(counts.tolist())]))
+def spans(sizes: Sequence[int]) -> Iterator[slice]:
+    """The rows of each group, for groups of these sizes that follow each other."""
+    return (slice(start, stop) for start, stop in pairwise([0, *accumulate(sizes)]))
 
 
 def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> Layer:

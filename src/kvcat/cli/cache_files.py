@@ -21,7 +21,7 @@ def model_and_cache(
     import kvcat
 
     compact = kvcat.CompactCache.load(file)
-    cache_dtype = str(compact.layers[0].keys.dtype).removeprefix("torch.")
+    cache_dtype = str(compact.dtype).removeprefix("torch.")
     loaded, loaded_tokenizer = kvcat.load(
         model, dtype=dtype or cache_dtype, device=device, tokenizer=tokenizer
     )
@@ -113,6 +113,14 @@ def widen(
     )
 
 
+def _numbers(cache: "CompactCache") -> str:
+    """How a cache holds its numbers: their type, or the bits of their codes."""
+    if cache.bits is None:
+        return str(cache.dtype)
+    keys, values = cache.bits
+    return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
+
+
 def info(file: Path, /) -> None:
     """Describe a cache file without loading a model: slots, bytes saved, method, model.
 
@@ -126,24 +134,25 @@ def info(file: Path, /) -> None:
     from kvcat.cache import CompactCache
 
     cache = CompactCache.load(file)
-    keys = cache.layers[0].keys
+    keys = cache.layers[0].head(0, 0)[0]
+    item_size = keys.itemsize if cache.bits is None else 2
     num_tokens = cache.num_tokens
     counts = [layer.counts for layer in cache.layers]  # slots per head, (batch, kv_heads) per layer
     num_heads = sum(layer_counts.numel() for layer_counts in counts)
-    dense_bytes = 2 * num_heads * num_tokens * keys.shape[-1] * keys.itemsize
+    dense_bytes = 2 * num_heads * num_tokens * keys.shape[-1] * item_size
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
-    for size in ("num_slots", "mean_slots"):  # shown in the line "cache"
+    for size in ("num_slots", "mean_slots", "bits"):  # which other rows show
         settings.pop(size, None)
     rows = {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
         f"({cache.mean_slots / num_tokens:.1%} kept), at most {cache.max_slots}",
         "shape": f"{cache.batch_size} examples, {len(counts)} layers, {counts[0].shape[1]} KV "
-        f"heads of {keys.shape[-1]} channels, {keys.dtype}, "
+        f"heads of {keys.shape[-1]} channels, {_numbers(cache)}, "
         f"{'with' if cache.has_log_bias else 'without'} log-bias",
         "bytes": f"{cache.nbytes:,}, {cache.nbytes / dense_bytes:.1%} of the {dense_bytes:,} of "
-        "the dense cache",
+        f"the dense cache in {8 * item_size} bits",
         "method": method,
         "model": f"{model}, fingerprint {cache.fingerprint[:12]}",
         "settings": ", ".join(f"{key} {value}" for key, value in sorted(settings.items())),

@@ -26,6 +26,9 @@ def compress(
     keep: opt.Fraction | None = None,
     slots: opt.Count | None = None,
     max_kl: opt.Nats | None = None,
+    bytes: opt.Count | None = None,
+    mb: opt.Megabytes | None = None,
+    bits: opt.CacheBits = "auto",
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
     allow_special: opt.AllowSpecial = False,
@@ -50,17 +53,27 @@ def compress(
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
         slots: Instead of --keep: number of slots per layer and head.
         max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
+        bytes: Instead of --keep: largest size of keys, values, scales and log-bias; chooses slots
+            and, unless --bits is given, bits.
+        mb: As --bytes, in millions of bytes.
+        bits: Bits of keys and values; 8/4: keys in 8, values in 4; 16: the type of the model; auto:
+            16 or, with --bytes and --mb, as few as are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Tokens of prompt and answer; only for length-dependent rotary factors (LongRoPE).
     """
-    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl))
+    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, bytes, mb))
     if num_budgets > 1:
-        raise InputError("give one of --keep, --slots and --max-kl")
+        raise InputError("give one of --keep, --slots, --max-kl, --bytes and --mb")
+    num_bytes = bytes if mb is None else int(mb * 1e6)
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
     opt.check_output(output, overwrite=overwrite, source=text)
     early.check_method(method)
     name, options = parse_spec(method)
+    if bits != "auto" and "bits" in options:
+        raise InputError(f"--bits {bits} and the bits of {method}: give one of them")
+    if bits not in ("auto", "16"):
+        options["bits"] = bits
     learner = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learner in ("gradient", "--max-kl"):
         raise InputError(
@@ -71,7 +84,7 @@ def compress(
     early.check_model(model)
 
     import kvcat
-    from kvcat.compress import document_trace, seeded_compressor
+    from kvcat.compress import Quantized, document_trace, seeded_compressor, slots_and_bits
 
     compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
@@ -84,22 +97,39 @@ def compress(
         allow_special=allow_special,
         room=room,
     )
+    is_quantized = isinstance(compressor, Quantized)
+    cache_bits = compressor.bits if is_quantized else None
+    compressor = compressor.method if is_quantized else compressor
+    if num_bytes is not None:
+        keep_ratio = None
+        choices = [cache_bits] if bits == "16" or cache_bits else None
+        slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
+    quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
     command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
     state = _state_file(output, command)
     if max_kl is not None:
-        cache = _smallest_cache(trace, compressor, max_kl)
+        cache = _smallest_cache(trace, quantizing, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
         cache = _trained_cache(trace, compressor, keep_ratio, slots, state)
+        cache = cache if cache_bits is None else cache.quantize(cache_bits)
     else:
-        cache = compressor(trace, keep_ratio=keep_ratio, num_slots=slots)
+        cache = quantizing(trace, keep_ratio=keep_ratio, num_slots=slots)
+    if num_bytes is not None and cache.nbytes > num_bytes:
+        raise InputError(f"{method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer")
     cache.save(output)
     state.unlink(missing_ok=True)
     mean_slots = cache.mean_slots
     print(
         f"{output}: {cache.num_tokens} tokens in {mean_slots:g} slots per layer and head, "
-        f"{cache.nbytes / 1e6:.2f} MB ({method}, keep {mean_slots / cache.num_tokens:.4g}, "
+        f"{cache.nbytes / 1e6:.2f} MB ({method}, {_bits_text(cache)}"
+        f"keep {mean_slots / cache.num_tokens:.4g}, "
         f"supervision {supervision})"
     )
+
+
+def _bits_text(cache: "CompactCache") -> str:
+    """The bits of a cache as part of a line; empty for ordinary numbers."""
+    return "" if cache.bits is None else f"{cache.bits} bits, "
 
 
 def _read_text(path: Path) -> str:

@@ -23,6 +23,7 @@ def generate(
     max_new_tokens: opt.Count = 64,
     temperature: float = 0.0,
     allow_special: opt.AllowSpecial = False,
+    packed: bool = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype | None = None,
@@ -40,6 +41,8 @@ def generate(
         prompt: Text that follows the document; may be given several times.
         max_new_tokens: Largest number of tokens in an answer.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
+        packed: Keep a cache of 8 or 4 bits packed in memory; attention unpacks a head at a time,
+            which is slower.
         dtype: Data type of the weights; by default that of the cache.
     """
     prompts = [text.removeprefix("\ufeff") for text in opt.flat(prompt)]
@@ -60,6 +63,8 @@ def generate(
     from kvcat.models import left_out, plain_generation
 
     loaded, tokenizer, compact = model_and_cache(model, cache, device=device, dtype=dtype)
+    if packed and compact.bits is None:
+        raise InputError(f"--packed: {cache} is not in 8 or 4 bits")
     questions = [
         question_ids(tokenizer, text, cache=compact, allow_special=allow_special)
         for text in prompts
@@ -77,7 +82,7 @@ def generate(
         torch.manual_seed(seed)
         with plain_generation(loaded, max_new_tokens=num_tokens, **sampling) as settings:
             loaded.generate(
-                **compact.inputs(loaded, ids.to(loaded.device)),
+                **compact.inputs(loaded, ids.to(loaded.device), packed=packed),
                 streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
                 generation_config=settings,
             )

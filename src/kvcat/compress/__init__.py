@@ -18,6 +18,7 @@ from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.methods.refined import RefinedMatching
+from kvcat.compress.quantized import Quantized, slots_and_bits
 from kvcat.compress.registry import (
     COMPRESSORS,
     compressor_names,
@@ -40,6 +41,7 @@ __all__ = [
     "Eviction",
     "GradientCompression",
     "KVPress",
+    "Quantized",
     "Reconstruction",
     "RefinedMatching",
     "Scorer",
@@ -59,6 +61,7 @@ __all__ = [
     "reconstruction",
     "replay",
     "seeded_compressor",
+    "slots_and_bits",
     "slots_for",
     "smallest_cache",
     "split_supervision",

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcat.attention.mass import attention_mass
-from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer
 from kvcat.compress.trace import Trace, slot_facts
 from kvcat.errors import InputError
 from kvcat.models import model_name
@@ -49,9 +49,13 @@ class Compressor(ABC):
                 trace.
         """
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        return (
-            trace.dense_cache() if slots >= trace.max_slots else next(self.compress(trace, [slots]))
-        )
+        if slots >= trace.max_slots:
+            return self.full(trace)
+        return next(self.compress(trace, [slots]))
+
+    def full(self, trace: Trace) -> CompactCache:
+        """The cache with all slots: the dense one."""
+        return trace.dense_cache()
 
     def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
         """The compact caches for several keep ratios, in their order.
@@ -64,7 +68,7 @@ class Compressor(ABC):
         sizes = [slots_for(trace.prefix_len, keep_ratio, None) for keep_ratio in keep_ratios]
         caches = self.compress(trace, [slots for slots in sizes if slots < trace.max_slots])
         for slots in sizes:
-            yield next(caches) if slots < trace.max_slots else trace.dense_cache()
+            yield next(caches) if slots < trace.max_slots else self.full(trace)
 
     @property
     def last_step(self) -> int | None:
@@ -96,6 +100,21 @@ class Compressor(ABC):
     @abstractmethod
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The compact caches for several numbers of slots, in their order."""
+
+    def compress_quantized(
+        self, trace: Trace, sizes: Sequence[int], bits: Bits
+    ) -> Iterator[CompactCache]:
+        """The compact caches in few bits; here every number is rounded at the end.
+
+        Args:
+            trace: of the prefix.
+            sizes: numbers of slots, each at most those of the prefix.
+            bits: of keys and values.
+        """
+        caches = self.compress(trace, [size for size in sizes if size < trace.max_slots])
+        for size in sizes:
+            cache = next(caches) if size < trace.max_slots else trace.dense_cache()
+            yield cache.quantize(bits)
 
 
 @dataclass(frozen=True)
@@ -138,7 +157,10 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
 
 
 def compact_cache(
-    trace: Trace, layers: Sequence[Layer], method: str, options: Mapping[str, object]
+    trace: Trace,
+    layers: Sequence[Layer | QuantizedLayer],
+    method: str,
+    options: Mapping[str, object],
 ) -> CompactCache:
     """A compact cache of the trace, with metadata about its method.
 
@@ -160,9 +182,16 @@ def compact_cache(
     return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
 
 
-def _check_finite(layers: Sequence[Layer], method: str, options: Mapping[str, object]) -> None:
-    """Raise an ``InputError`` for numbers that are not finite; a log-bias may be -inf (no slot)."""
+def _check_finite(
+    layers: Sequence[Layer | QuantizedLayer], method: str, options: Mapping[str, object]
+) -> None:
+    """Reject layers with a number that is not finite; a log-bias of -inf hides a slot.
+
+    Codes of few bits are always finite.
+    """
     for index, layer in enumerate(layers):
+        if isinstance(layer, QuantizedLayer):
+            continue
         tensors = {"keys": layer.keys, "values": layer.values}
         for name, tensor in tensors.items():
             if not tensor.isfinite().all():

@@ -62,6 +62,7 @@ class HeadBatch:
         rows: slice | Tensor = slice(None),
         slots: Int[Tensor, "heads slots"] | None = None,
         out: Tensor | None = None,
+        keys: Float[Tensor, "heads slots head_dim"] | None = None,
     ) -> Float[Tensor, "heads rows slots"]:
         """Scores scale q.k + log-bias of some queries against some slots; -inf for an unseen slot.
 
@@ -69,8 +70,10 @@ class HeadBatch:
             rows: of the queries.
             slots: positions in the prefix; None: all of them.
             out: where the scores are written to; None: a new tensor.
+            keys: of these slots, rounded; None: their keys.
         """
-        keys = self.keys if slots is None else take(self.keys, slots)
+        if keys is None:
+            keys = self.keys if slots is None else take(self.keys, slots)
         scores = torch.matmul(self.queries[:, rows], keys.mT, out=out)
         if self.log_bias is not None:
             bias = self.log_bias if slots is None else self.log_bias.gather(1, slots)

@@ -20,10 +20,13 @@ import torch
 from kvcat.errors import InputError
 from kvcat.serving.prefix import Prefix
 from kvcat.serving.widen import interleaved
-from kvcat.types import Float, Tensor
+from kvcat.types import Float, Tensor, UInt8
 
-CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30}
+CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "q8_0": 8, "q4_0": 2}
 """Types of cache that are supported, and ggml's numbers for them."""
+
+_BLOCK = 32  # channels that share a scale
+_BLOCK_BYTES = {"q8_0": 2 + 32, "q4_0": 2 + 16}
 
 _STATE_MAGIC = 0x67677371  # of llama_state_seq_save_file
 _LOG_LEVEL_ERROR = 4
@@ -138,9 +141,10 @@ def _installed_library() -> Path:
 
 
 def context_parameters(defaults: Parameters, num_ctx: int, cache_type: str) -> Parameters:
-    """The defaults with a number of cells and a type of cache, and without flash attention.
+    """The defaults with a number of cells and a type of cache.
 
-    In every version, the fields are found by the values around them.
+    Flash attention is on for the types in blocks, whose values llama.cpp does not read without it,
+    and off for the others. In every version, the fields are found by the values around them.
 
     Raises:
         InputError: these values are missing.
@@ -161,9 +165,14 @@ def context_parameters(defaults: Parameters, num_ctx: int, cache_type: str) -> P
     number = CACHE_TYPES[cache_type]
     changed = bytearray(raw)
     struct.pack_into("<I", changed, 0, num_ctx)
-    struct.pack_into("<i", changed, flash_attention_at, 0)
+    struct.pack_into("<i", changed, flash_attention_at, int(is_in_blocks(cache_type)))
     struct.pack_into("<ii", changed, types_at, number, number)
     return Parameters.from_buffer(changed)
+
+
+def is_in_blocks(cache_type: str) -> bool:
+    """Whether channels share scales in blocks of 32 (q8_0, q4_0)."""
+    return cache_type in _BLOCK_BYTES
 
 
 @dataclass(frozen=True)
@@ -191,9 +200,9 @@ class StateLayout:
         """The layout of the file that an engine saved for one token.
 
         A cell is its position, the number of its sequences, and further fields in some versions. A
-        1 follows, because values are stored channel after channel, then the number of layers, and
-        further fields in some versions. The header ends where the layers' blocks of one cell fill
-        the remaining file exactly.
+        1 follows if values are stored channel after channel, else (with flash attention) a 0, then
+        the number of layers, and further fields in some versions. The header ends where the layers'
+        blocks of one cell fill the remaining file exactly.
 
         Raises:
             InputError: no end of the header fits.
@@ -201,7 +210,9 @@ class StateLayout:
         magic, version, num_tokens = struct.unpack_from("<III", state)
         cells_at = 12 + 4 * num_tokens
         (num_streams,) = struct.unpack_from("<I", state, cells_at)
-        header_at = state.find(struct.pack("<II", 1, num_layers), cells_at + 16, cells_at + 60)
+        by_channel = int(not is_in_blocks(cache_type))
+        begin = struct.pack("<II", by_channel, num_layers)
+        header_at = state.find(begin, cells_at + 16, cells_at + 60)
         layers_end = len(state) - 4 * (num_streams - 1)
         if magic == _STATE_MAGIC and header_at > 0:
             for keys_at in range(header_at + 8, header_at + 48, 4):
@@ -230,7 +241,6 @@ class StateLayout:
             InputError: numbers too large for the type of the cache.
         """
         num_slots = prefix.num_slots
-        dtype = getattr(torch, self.cache_type)
         type_number = CACHE_TYPES[self.cache_type]
         token_ids = bytes(4 * num_slots)
         yield struct.pack("<III", _STATE_MAGIC, self.version, num_slots) + token_ids
@@ -239,12 +249,14 @@ class StateLayout:
         yield self.header
         layers = prefix.load()
         for keys, _ in layers:
-            yield struct.pack("<iQ", type_number, self.width * dtype.itemsize)
+            yield struct.pack("<iQ", type_number, _row_bytes(self.width, self.cache_type))
             ordered = interleaved(keys) if is_interleaved else keys
-            yield _raw_bytes(_by_slot(ordered), dtype)
+            yield _raw_bytes(_by_slot(ordered), self.cache_type)
         for _, values in layers:
-            yield struct.pack("<iII", type_number, dtype.itemsize, self.width)
-            yield _raw_bytes(_by_slot(values).mT, dtype)
+            yield _values_header(self.width, self.cache_type)
+            rows = _by_slot(values)
+            by_channel = rows if is_in_blocks(self.cache_type) else rows.mT
+            yield _raw_bytes(by_channel, self.cache_type)
         other_streams = bytes(4 * (self.num_streams - 1))
         yield other_streams
 
@@ -257,14 +269,15 @@ def _width(
     A layer's keys and values of one cell have 24 bytes of headers.
     """
     type_number = CACHE_TYPES[cache_type]
-    item_size = getattr(torch, cache_type).itemsize
     num_bytes = layers_end - keys_at - 24 * num_layers
-    width, remainder = divmod(num_bytes, 2 * item_size * num_layers)
-    if remainder or width <= 0:
+    row_bytes, remainder = divmod(num_bytes, 2 * num_layers)
+    unit, unit_bytes = _unit(cache_type)
+    if remainder or row_bytes <= 0 or row_bytes % unit_bytes:
         return None
-    values_at = keys_at + num_layers * (12 + width * item_size)
-    keys_header = struct.pack("<iQ", type_number, width * item_size)
-    values_header = struct.pack("<iII", type_number, item_size, width)
+    width = row_bytes // unit_bytes * unit
+    values_at = keys_at + num_layers * (12 + row_bytes)
+    keys_header = struct.pack("<iQ", type_number, row_bytes)
+    values_header = _values_header(width, cache_type)
     if state.startswith(keys_header, keys_at) and state.startswith(values_header, values_at):
         return width
     return None
@@ -274,9 +287,64 @@ def _by_slot(states: Float[Tensor, "kv_heads slots head_dim"]) -> Float[Tensor, 
     return states.transpose(0, 1).flatten(1)
 
 
-def _raw_bytes(states: Tensor, dtype: torch.dtype) -> bytes:
+def _unit(cache_type: str) -> tuple[int, int]:
+    """Channels that are stored together, and their bytes."""
+    if is_in_blocks(cache_type):
+        return _BLOCK, _BLOCK_BYTES[cache_type]
+    return 1, getattr(torch, cache_type).itemsize
+
+
+def _row_bytes(width: int, cache_type: str) -> int:
+    """Bytes of all channels of a cell."""
+    unit, unit_bytes = _unit(cache_type)
+    return width // unit * unit_bytes
+
+
+def _values_header(width: int, cache_type: str) -> bytes:
+    """What precedes a layer's values, which are stored channel after channel or cell after cell."""
+    number = CACHE_TYPES[cache_type]
+    if is_in_blocks(cache_type):
+        return struct.pack("<iQ", number, _row_bytes(width, cache_type))
+    return struct.pack("<iII", number, _row_bytes(1, cache_type), width)
+
+
+def _raw_bytes(states: Tensor, cache_type: str) -> bytes:
+    """The bytes of states, row after row.
+
+    Raises:
+        InputError: numbers too large for the type.
+    """
+    if is_in_blocks(cache_type):
+        return _blocks(states, cache_type).numpy().tobytes()
+    dtype = getattr(torch, cache_type)
     stored = states.to(dtype).contiguous()
     if not stored.isfinite().all():
-        largest = states.abs().max()
-        raise InputError(f"the cache holds numbers up to {largest:.3g}, too large for {dtype}")
+        raise _too_large(states, cache_type)
     return stored.flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _blocks(states: Tensor, cache_type: str) -> UInt8[Tensor, "blocks bytes"]:
+    """States in ggml's blocks of 32 channels: a scale of 16 bits, then the codes.
+
+    q8_0: code = round(x / scale), scale = |largest| / 127. q4_0: code = x / scale + 8 in 0 .. 15,
+    scale = largest / -8; byte j has code j in its low half and code j + 16 in its high half.
+    """
+    blocks = states.float().reshape(-1, _BLOCK)
+    largest = blocks.gather(1, blocks.abs().argmax(1, keepdim=True))
+    scales = largest.abs() / 127 if cache_type == "q8_0" else largest / -8
+    stored_scales = scales.half()
+    if not stored_scales.isfinite().all():
+        raise _too_large(states, cache_type)
+    steps = blocks / torch.where(scales == 0, 1.0, scales)
+    if cache_type == "q8_0":
+        codes = steps.round().to(torch.int8).view(torch.uint8)
+    else:
+        numbers = (steps + 8.5).floor().clamp(0, 15).to(torch.uint8)
+        codes = numbers[:, :16] | (numbers[:, 16:] << 4)
+    return torch.cat([stored_scales.view(torch.uint8), codes], dim=1)
+
+
+def _too_large(states: Tensor, cache_type: str) -> InputError:
+    return InputError(
+        f"the cache holds numbers up to {states.abs().max():.3g}, too large for {cache_type}"
+    )

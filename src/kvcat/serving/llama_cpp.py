@@ -27,13 +27,15 @@ _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
 class LlamaCpp:
     """A model in llama.cpp with one context, which holds one document's cache at a time.
 
-    It runs without flash attention, which rounds to half precision on a CPU.
+    It runs without flash attention, which rounds to half precision on a CPU, except with the cache
+    types q8_0 and q4_0, whose values llama.cpp reads with it alone. These hold 32 channels with one
+    scale, so the heads of the model need a multiple of 32 channels.
 
     Args:
         gguf: the model; for caches with a log-bias or unequal heads, the file that ``write_gguf``
             made from a widened model.
         num_ctx: cells for slots, questions and answers.
-        cache_type: type of llama.cpp's cache, "float16", "float32" or "bfloat16".
+        cache_type: type of llama.cpp's cache, "float16", "float32", "bfloat16", "q8_0" or "q4_0".
         num_threads: threads of the computation.
         library: shared library with llama.cpp's C API; None: that of ``xllamacpp``.
 

@@ -42,6 +42,7 @@ logger = init_logger(__name__)
 _NO_ADAPTERS = (
     "compact caches belong to the model itself: a request with a LoRA adapter cannot name one"
 )
+_CACHE_DTYPES = ("auto", "bfloat16", "float16", "float32")
 _TEXT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 
 
@@ -77,6 +78,12 @@ class CompactCacheConnector(base.KVConnectorBase_V1):
         if vllm_config.parallel_config.world_size > 1:
             raise InputError(
                 "compact caches are served by one worker: no tensor or pipeline parallelism"
+            )
+        cache_dtype = str(getattr(vllm_config.cache_config, "cache_dtype", "auto"))
+        if cache_dtype not in _CACHE_DTYPES:
+            raise InputError(
+                f"compact caches are not written into cells of {cache_dtype}: "
+                "leave out --kv-cache-dtype"
             )
         self._step = _Step()
         # The cache that each new request names, by request; None: the request fails.

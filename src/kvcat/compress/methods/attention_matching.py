@@ -3,12 +3,21 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import repeat
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
-from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.cache import (
+    Bits,
+    CompactCache,
+    CompactLayer,
+    Layer,
+    PackedHead,
+    QuantizedLayer,
+    check_dims,
+)
 from kvcat.compress.base import Compressor, compact_cache, top_positions
 from kvcat.compress.budgets import Curve, error_curves, share_out, slot_sizes
 from kvcat.compress.heads import (
@@ -21,6 +30,7 @@ from kvcat.compress.heads import (
     take,
 )
 from kvcat.compress.queries import fitted_queries
+from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -55,6 +65,13 @@ class HeadFit(NamedTuple):
     def split(self) -> Iterator["HeadFit"]:
         """The slots of each head, without the dimension of heads."""
         return map(HeadFit._make, zip(*self, strict=True))
+
+
+class SlotsOfHead(NamedTuple):
+    """The slots that one KV head keeps, and in few bits their keys and values."""
+
+    fit: HeadFit  # without the dimension of heads
+    packed: PackedHead | None
 
 
 @dataclass(frozen=True)
@@ -135,22 +152,40 @@ class AttentionMatching(_Options):
         """Whether the result depends on the seed."""
         return self.num_queries is not None
 
-    @torch.no_grad()
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The caches; queries and dense attention are computed once for all sizes."""
+        return self._compress(trace, sizes, None)
+
+    def compress_quantized(
+        self, trace: Trace, sizes: Sequence[int], bits: Bits
+    ) -> Iterator[CompactCache]:
+        """The caches in few bits.
+
+        The keys are rounded first. Log-bias and values are fitted to the rounded keys, and then the
+        values are rounded, each making up for the errors of those before.
+        """
+        check_dims(trace.keys[0].shape[-1], trace.values[0].shape[-1], bits)
+        return self._compress(trace, sizes, bits)
+
+    @torch.no_grad()
+    def _compress(
+        self, trace: Trace, sizes: Sequence[int], bits: Bits | None
+    ) -> Iterator[CompactCache]:
         if not sizes:
             return
         heads = self._heads(trace)
         dense, curves = self._attention_and_errors(heads, sizes)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
+        if bits is not None:
+            options["bits"] = bits
         for size in sizes:
             slots_of_heads = dict.fromkeys(dense, size)
             if curves:
                 by_layer = self.budgets == "layers"
                 slots_of_heads = share_out(curves, size, trace.max_slots, by_layer=by_layer)
-            fits = self._fit(heads, dense, slots_of_heads)
+            fits = self._fit(heads, dense, slots_of_heads, bits)
             layers = [
-                _layer(trace, index, fits, log_bias=self.log_bias)
+                _layer(trace, index, fits, log_bias=self.log_bias, bits=bits)
                 for index in range(len(trace.keys))
             ]
             yield compact_cache(trace, layers, "attention-matching", options)
@@ -191,19 +226,23 @@ class AttentionMatching(_Options):
         heads: Heads,
         dense: Mapping[HeadIndex, DenseAttention],
         slots_of_heads: Mapping[HeadIndex, int],
-    ) -> dict[HeadIndex, HeadFit]:
+        bits: Bits | None,
+    ) -> dict[HeadIndex, SlotsOfHead]:
         """The slots that every head keeps."""
-        fits: dict[HeadIndex, HeadFit] = {}
+        fits: dict[HeadIndex, SlotsOfHead] = {}
         for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
-            group_fit = match_attention(
+            group_fit, rounded = _match(
                 heads.load_fitted(group),
                 DenseAttention.stack([dense[head] for head in group]),
                 slots_of_heads[group[0]],
                 num_iters=self.num_iters,
                 ridge=self.ridge,
                 log_bias=self.log_bias,
+                bits=bits,
             )
-            fits.update(zip(group, group_fit.split(), strict=True))
+            packed = repeat(None, len(group)) if rounded is None else rounded.split()
+            of_heads = map(SlotsOfHead, group_fit.split(), packed)
+            fits.update(zip(group, of_heads, strict=True))
         return fits
 
 
@@ -224,14 +263,39 @@ def match_attention(
         num_slots: slots per head; heads that have no more slots keep all of them unchanged.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
     """
+    fit, _ = _match(
+        batch, dense, num_slots, num_iters=num_iters, ridge=ridge, log_bias=log_bias, bits=None
+    )
+    return fit
+
+
+def _match(
+    batch: HeadBatch,
+    dense: DenseAttention,
+    num_slots: int,
+    *,
+    num_iters: int | None,
+    ridge: float | None,
+    log_bias: bool,
+    bits: Bits | None,
+) -> tuple[HeadFit, RoundedHeads | None]:
+    """As ``match_attention``; with ``bits``, keys and values in few bits as well.
+
+    The keys are rounded before the fit and the values after it, also where all slots are kept.
+    """
     num_heads, prefix_len, _ = batch.keys.shape
-    if num_slots >= prefix_len:
+    if num_slots >= prefix_len and bits is None:
         every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
-        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0]))
+        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0])), None
     is_paper_form = num_iters is not None
     slots = top_positions(dense.importance, num_slots)
     slot_values = take(batch.values, slots)
-    scores = batch.scores(slots=slots)  # (heads, fitted queries, slots)
+    rounded_keys = None
+    if bits is not None:
+        weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
+        rounded_keys = round_keys_together(take(batch.keys, slots), weighted_queries, bits)
+    kept_keys = None if rounded_keys is None else rounded_keys.numbers
+    scores = batch.scores(slots=slots, keys=kept_keys)  # (heads, fitted queries, slots)
     outputs = dense.outputs
     if batch.last_seen is not None:
         sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
@@ -258,10 +322,21 @@ def match_attention(
         values = fit_values(
             attention, outputs, ridge=ridge, towards=slot_values, relative_to="columns"
         )
-    return HeadFit(slots, values, bias)
+    if bits is None or rounded_keys is None:
+        return HeadFit(slots, values, bias), None
+    rounded_values = round_values_together(values, attention, bits)
+    fit = HeadFit(slots, rounded_values.numbers, bias)
+    return fit, RoundedHeads(rounded_keys, rounded_values)
 
 
-def _layer(trace: Trace, index: int, fits: Mapping[HeadIndex, HeadFit], *, log_bias: bool) -> Layer:
+def _layer(
+    trace: Trace,
+    index: int,
+    fits: Mapping[HeadIndex, SlotsOfHead],
+    *,
+    log_bias: bool,
+    bits: Bits | None,
+) -> Layer | QuantizedLayer:
     """One layer's kept keys with the values and the log-bias that were fitted to them."""
     num_examples, num_heads = trace.keys[index].shape[:2]
     keys: list[list[Tensor]] = []
@@ -272,7 +347,7 @@ def _layer(trace: Trace, index: int, fits: Mapping[HeadIndex, HeadFit], *, log_b
         for row in (keys, values, biases, positions):
             row.append([])
         for head in range(num_heads):
-            fit = fits[index, example, head]
+            fit = fits[index, example, head].fit
             head_keys, _, earlier_bias = trace.head(index, example, head)
             bias = fit.log_bias
             if earlier_bias is not None:
@@ -282,6 +357,13 @@ def _layer(trace: Trace, index: int, fits: Mapping[HeadIndex, HeadFit], *, log_b
             biases[-1].append(bias)
             positions[-1].append(fit.slots)
     has_bias = log_bias or trace.log_bias is not None
+    if bits is not None:
+        packed: Any = [
+            [fits[index, example, head].packed for head in range(num_heads)]
+            for example in range(num_examples)
+        ]
+        dtype = trace.keys[index].dtype
+        return QuantizedLayer.of_heads(packed, biases if has_bias else None, bits, dtype)
     return CompactLayer.ragged(
         keys, values, biases if has_bias else None, None if trace.past_len else positions
     )

@@ -160,7 +160,7 @@ class GradientCompression(Compressor):
         """Slots to start from."""
         method = _starting_method(self.init, self.seed)
         if method is not None:
-            return list(method(trace, num_slots=num_slots).layers)
+            return method(trace, num_slots=num_slots).ordinary_layers()
         scores_of_layers = _random_scores(trace, self.seed)
         return [
             best_layer(trace, index, scores, num_slots)

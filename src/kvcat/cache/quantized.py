@@ -1,0 +1,500 @@
+"""Slots in few bits: packed codes, and the scales and offsets that turn them into numbers.
+
+A number x becomes the code round((x - offset) / scale) in 0 .. 2^bits - 1, and the code represents
+offset + scale * code. Keys share scale and offset per channel, over groups of slots of one head;
+values per slot, over groups of channels. Scales, offsets and log-bias are in half precision.
+
+The first slot of every head is stored in half precision instead. It is the attention sink of most
+models: its key is far from all others, and most of the attention goes to it. Within a group it
+would make the steps of all other keys several times as large.
+"""
+
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcat.attention import Head
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, spans
+from kvcat.errors import InputError
+from kvcat.types import Float, Int, Tensor, UInt8, at_least_float32
+
+BITS = (8, 4)
+"""Bits of a code that are supported."""
+KEY_GROUP = 64
+"""Most slots that share scales of their keys."""
+VALUE_GROUP = 64
+"""Most channels of a value that share a scale."""
+_HALF = torch.float16
+_ROWS = ("key_codes", "value_codes", "value_scales", "value_offsets")  # one row for a packed slot
+_GROUPS = ("key_scales", "key_offsets")
+_FIRST = ("first_keys", "first_values")
+QUANTIZED_TENSORS = ("counts", "half_bias", *_FIRST, *_ROWS, *_GROUPS)
+"""Names of a layer's tensors in a file."""
+
+
+class Bits(NamedTuple):
+    """Bits of keys and of values."""
+
+    keys: int
+    values: int
+
+    @classmethod
+    def parse(cls, bits: "int | str | Bits") -> "Bits":
+        """Bits of keys and values from one number, or from a text such as "8/4".
+
+        Raises:
+            InputError: numbers of bits that are not supported.
+        """
+        if isinstance(bits, Bits):
+            numbers: list[Any] = list(bits)
+        elif isinstance(bits, str):
+            numbers = [int(word) if word.isdecimal() else word for word in bits.split("/")]
+        else:
+            numbers = [bits]
+        is_known = all(type(number) is int and number in BITS for number in numbers)
+        if not is_known or len(numbers) > 2:
+            text = bits if isinstance(bits, str | int) else "/".join(map(str, numbers))
+            raise InputError(
+                f"bits must be 8, 4, or two of them for keys and values as in 8/4, not {text!r}"
+            )
+        return cls(numbers[0], numbers[-1])
+
+    def __str__(self) -> str:
+        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+
+
+class Grid(NamedTuple):
+    """Scales and offsets of the codes of a tensor, which broadcast to it; in half precision."""
+
+    scales: Float[Tensor, "..."]
+    offsets: Float[Tensor, "..."]
+
+    @classmethod
+    def over(cls, states: Float[Tensor, "..."], dim: int, bits: int) -> "Grid":
+        """The narrowest grid of 2^bits steps from the least to the largest number along ``dim``.
+
+        The offset is rounded down and the scale up, so that every number is within half a step of a
+        code.
+
+        Raises:
+            InputError: numbers beyond half precision.
+        """
+        low, high = states.aminmax(dim=dim, keepdim=True)
+        offsets = -_half_at_least(-low)
+        scales = _half_at_least((high - offsets.to(high)) / (2**bits - 1))
+        if not (offsets.isfinite().all() and scales.isfinite().all()):
+            largest = states.abs().max()
+            raise InputError(
+                f"keys or values up to {largest:.3g} do not fit the scales of 16 bits: "
+                "leave out the bits"
+            )
+        return cls(scales, offsets)
+
+    def codes(self, states: Float[Tensor, "..."], bits: int) -> UInt8[Tensor, "..."]:
+        """The nearest code of every number, as uint8."""
+        scales = self.scales.to(states)
+        steps = (states - self.offsets.to(states)) / torch.where(scales > 0, scales, 1.0)
+        return steps.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
+
+    def numbers(self, codes: UInt8[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
+        """The numbers that codes represent."""
+        return self.offsets.to(dtype) + self.scales.to(dtype) * codes.to(dtype)
+
+
+def pack(codes: UInt8[Tensor, "*rows channels"], bits: int) -> UInt8[Tensor, "*rows bytes"]:
+    """The codes in bytes: with 4 bits, an even channel in the low half and the next in the high."""
+    if bits == 8:
+        return codes
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def unpack(packed: UInt8[Tensor, "*rows bytes"], bits: int) -> UInt8[Tensor, "*rows channels"]:
+    """The codes that ``pack`` packed."""
+    if bits == 8:
+        return packed
+    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
+
+
+def key_groups(num_packed: int, group: int = KEY_GROUP) -> list[int]:
+    """Slots of each group of keys of a head with so many packed slots: about equally many."""
+    num_groups = -(-num_packed // group)
+    if num_groups == 0:
+        return []
+    ends = [number * num_packed // num_groups for number in range(num_groups + 1)]
+    return [stop - start for start, stop in pairwise(ends)]
+
+
+def value_group(value_dim: int) -> int:
+    """Channels that share a scale of a value: a divisor of ``value_dim``, at most VALUE_GROUP."""
+    return next(size for size in range(VALUE_GROUP, 0, -1) if value_dim % size == 0)
+
+
+class PackedHead(NamedTuple):
+    """The slots of one head in few bits, not yet packed.
+
+    Args:
+        first_key, first_value: of the first slot.
+        key_codes, value_codes: of the other slots, one code a number, uint8.
+        key_grid: (groups, head_dim).
+        value_grid: (slots - 1, groups of channels).
+    """
+
+    first_key: Float[Tensor, " head_dim"]
+    first_value: Float[Tensor, " value_dim"]
+    key_codes: UInt8[Tensor, "packed head_dim"]
+    key_grid: Grid
+    value_codes: UInt8[Tensor, "packed value_dim"]
+    value_grid: Grid
+
+    @classmethod
+    def nearest(
+        cls,
+        keys: Float[Tensor, "slots head_dim"],
+        values: Float[Tensor, "slots value_dim"],
+        bits: Bits,
+        group: int = KEY_GROUP,
+    ) -> "PackedHead":
+        """Every number rounded to the nearest code."""
+        precise_keys = at_least_float32(keys)
+        precise_values = at_least_float32(values)
+        key_codes, key_grid = round_keys(precise_keys[1:], bits.keys, group)
+        value_codes, value_grid = round_values(precise_values[1:], bits.values)
+        return cls(keys[0], values[0], key_codes, key_grid, value_codes, value_grid)
+
+
+def round_keys(
+    keys: Float[Tensor, "packed head_dim"], bits: int, group: int = KEY_GROUP
+) -> tuple[UInt8[Tensor, "packed head_dim"], Grid]:
+    """Codes of a head's keys, rounded to the nearest, and the grid of each group of slots."""
+    sizes = key_groups(len(keys), group)
+    if not sizes:
+        empty = keys.new_empty(0, keys.shape[1], dtype=_HALF)
+        return keys.to(torch.uint8), Grid(empty, empty)
+    grids = [Grid.over(rows, 0, bits) for rows in keys.split(sizes)]
+    grid = Grid(*(torch.cat(tensors) for tensors in zip(*grids, strict=True)))
+    group_of_slot = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
+    by_slot = Grid(*(tensor[group_of_slot.to(keys.device)] for tensor in grid))
+    return by_slot.codes(keys, bits), grid
+
+
+def round_values(
+    values: Float[Tensor, "*slots value_dim"], bits: int
+) -> tuple[UInt8[Tensor, "*slots value_dim"], Grid]:
+    """Codes of values, rounded to the nearest, and the grid of every slot."""
+    by_group = values.unflatten(-1, (-1, value_group(values.shape[-1])))
+    if not values.numel():
+        empty = values.new_empty(by_group.shape[:-1], dtype=_HALF)
+        return values.to(torch.uint8), Grid(empty, empty)
+    grid = Grid.over(by_group, -1, bits)
+    codes = grid.codes(by_group, bits).flatten(-2)
+    return codes, Grid(*(tensor.squeeze(-1) for tensor in grid))
+
+
+@dataclass(frozen=True)
+class QuantizedLayer(Slots):
+    """One layer's slots in packed codes; ``unpacked`` gives ordinary keys and values.
+
+    The packed slots of one head, all but its first, follow those of the previous head, example by
+    example. So do the groups of keys.
+
+    Args:
+        counts: slots of every head, the first one included; on the CPU.
+        first_keys, first_values: of the first slot of every head, float16.
+        key_codes, value_codes: packed codes of the other slots.
+        key_scales, key_offsets: of every group of at most ``key_group`` slots, float16.
+        value_scales, value_offsets: of every packed slot and group of channels, float16.
+        bits: of keys and values.
+        key_group: most slots of a group of keys.
+        dtype: of the unpacked keys and values.
+        half_bias: log-bias of all slots, the first ones included, float16; None: none.
+    """
+
+    counts: Int[Tensor, "batch kv_heads"]  # type: ignore[override]
+    first_keys: Float[Tensor, "heads head_dim"]
+    first_values: Float[Tensor, "heads value_dim"]
+    key_codes: UInt8[Tensor, "packed key_bytes"]
+    key_scales: Float[Tensor, "groups head_dim"]
+    key_offsets: Float[Tensor, "groups head_dim"]
+    value_codes: UInt8[Tensor, "packed value_bytes"]
+    value_scales: Float[Tensor, "packed value_groups"]
+    value_offsets: Float[Tensor, "packed value_groups"]
+    bits: Bits
+    key_group: int
+    dtype: torch.dtype
+    half_bias: Float[Tensor, " total_slots"] | None = None
+
+    @staticmethod
+    def of_heads(
+        heads: list[list[PackedHead]],
+        log_bias: list[list[Tensor]] | None,
+        bits: Bits,
+        dtype: torch.dtype,
+        group: int = KEY_GROUP,
+    ) -> "QuantizedLayer":
+        """A layer from its heads, per example and KV head.
+
+        Raises:
+            InputError: a first key or value, or a log-bias, beyond half precision.
+        """
+        flat = [head for example in heads for head in example]
+        counts = [[len(head.key_codes) + 1 for head in example] for example in heads]
+        bias = None
+        if log_bias is not None:
+            bias = torch.cat([head for example in log_bias for head in example]).to(_HALF)
+        return QuantizedLayer(
+            counts=torch.tensor(counts, dtype=torch.int32),
+            first_keys=_as_half(torch.stack([head.first_key for head in flat])),
+            first_values=_as_half(torch.stack([head.first_value for head in flat])),
+            key_codes=pack(torch.cat([head.key_codes for head in flat]), bits.keys),
+            key_scales=torch.cat([head.key_grid.scales for head in flat]),
+            key_offsets=torch.cat([head.key_grid.offsets for head in flat]),
+            value_codes=pack(torch.cat([head.value_codes for head in flat]), bits.values),
+            value_scales=torch.cat([head.value_grid.scales for head in flat]),
+            value_offsets=torch.cat([head.value_grid.offsets for head in flat]),
+            half_bias=bias,
+            bits=bits,
+            key_group=group,
+            dtype=dtype,
+        )
+
+    @property
+    def keys(self) -> Tensor:
+        """Unpacked keys, as in ``unpacked``."""
+        return self.unpacked().keys
+
+    @property
+    def values(self) -> Tensor:
+        """Unpacked values, as in ``unpacked``."""
+        return self.unpacked().values
+
+    @property
+    def log_bias(self) -> Tensor | None:
+        """The log-bias, as in ``unpacked``."""
+        return self.unpacked().log_bias
+
+    @property
+    def positions(self) -> None:
+        """None: packed slots do not record their positions."""
+        return
+
+    @property
+    def has_log_bias(self) -> bool:
+        """Whether the slots have a log-bias."""
+        return self.half_bias is not None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the codes are."""
+        return self.key_codes.device
+
+    @property
+    def dims(self) -> tuple[int, int]:
+        """Channels of a key and of a value."""
+        return self.first_keys.shape[1], self.first_values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors: codes, scales, offsets, first slots, log-bias and counts."""
+        return sum(tensor.nbytes for tensor in self.tensors().values())
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are not None, by their names in a file."""
+        tensors = {}
+        for field in fields(self):
+            tensor = getattr(self, field.name)
+            if isinstance(tensor, Tensor):
+                tensors[field.name] = tensor
+        return tensors
+
+    def to(
+        self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+    ) -> "QuantizedLayer":
+        """On another device, unpacked in another dtype; the codes do not change."""
+        moved: dict[str, Any] = {}
+        for name, tensor in self.tensors().items():
+            moved[name] = tensor if name == "counts" else tensor.to(device=device)
+        return replace(self, **moved, dtype=dtype or self.dtype)
+
+    @cached_property
+    def _places(self) -> list[tuple[slice, slice, slice]]:
+        """For every head its packed slots, its groups of keys, and all its slots."""
+        counts = self.counts.flatten().tolist()
+        num_groups = [len(key_groups(count - 1, self.key_group)) for count in counts]
+        packed = spans([count - 1 for count in counts])
+        return list(zip(packed, spans(num_groups), spans(counts), strict=True))
+
+    def head(self, example: int, head: int) -> Head:
+        """Unpacked keys, values and log-bias of one KV head of one example."""
+        index = example * self.counts.shape[1] + head
+        packed, groups, slots = self._places[index]
+        num_packed = packed.stop - packed.start
+        sizes = torch.tensor(key_groups(num_packed, self.key_group), dtype=torch.long)
+        group_of_slot = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
+        key_grid = Grid(self.key_scales[groups], self.key_offsets[groups])
+        grid_of_slot = Grid(*(tensor[group_of_slot] for tensor in key_grid))
+        precise = torch.promote_types(self.dtype, torch.float32)
+        keys = grid_of_slot.numbers(unpack(self.key_codes[packed], self.bits.keys), precise)
+
+        value_codes = unpack(self.value_codes[packed], self.bits.values)
+        by_group = value_codes.unflatten(-1, (self.value_scales.shape[1], -1))
+        value_grid = Grid(
+            self.value_scales[packed].unsqueeze(-1), self.value_offsets[packed].unsqueeze(-1)
+        )
+        values = value_grid.numbers(by_group, precise).flatten(-2)
+        all_keys = torch.cat([self.first_keys[index : index + 1].to(precise), keys])
+        all_values = torch.cat([self.first_values[index : index + 1].to(precise), values])
+        bias = None if self.half_bias is None else self.half_bias[slots].to(precise)
+        return _within(all_keys, self.dtype), _within(all_values, self.dtype), bias
+
+    def unpacked(self) -> Layer:
+        """The layer in ordinary keys and values."""
+        keys: list[list[Tensor]] = []
+        values: list[list[Tensor]] = []
+        biases: list[list[Any]] = []
+        num_examples, num_heads = self.counts.shape
+        for example in range(num_examples):
+            heads = [self.head(example, head) for head in range(num_heads)]
+            keys.append([head_keys for head_keys, _, _ in heads])
+            values.append([head_values for _, head_values, _ in heads])
+            biases.append([bias for _, _, bias in heads])
+        return CompactLayer.ragged(keys, values, None if self.half_bias is None else biases)
+
+    def padded(self) -> CompactLayer:
+        """All heads unpacked, with as many slots as the fullest; added slots have log-bias -inf."""
+        return self.unpacked().padded()
+
+    def select(self, rows: Rows) -> "QuantizedLayer":
+        """The given examples."""
+        if isinstance(rows, Tensor):
+            rows = rows.cpu()
+        num_examples, num_heads = self.counts.shape
+        chosen = torch.arange(num_examples)[rows].tolist()
+        heads = [example * num_heads + head for example in chosen for head in range(num_heads)]
+        places = [self._places[head] for head in heads]
+        selected: dict[str, Any] = {}
+        for name in _ROWS:
+            selected[name] = torch.cat([getattr(self, name)[packed] for packed, _, _ in places])
+        for name in _GROUPS:
+            selected[name] = torch.cat([getattr(self, name)[groups] for _, groups, _ in places])
+        for name in _FIRST:
+            selected[name] = getattr(self, name)[heads]
+        if self.half_bias is not None:
+            selected["half_bias"] = torch.cat([self.half_bias[slots] for _, _, slots in places])
+        return replace(self, **selected, counts=self.counts[chosen])
+
+
+def quantized_layer(layer: CompactLayer | RaggedLayer, bits: Bits) -> QuantizedLayer:
+    """A layer in few bits, every number rounded to the nearest code.
+
+    Raises:
+        InputError: channels that do not fill whole bytes, or numbers beyond half precision.
+    """
+    check_dims(layer.keys.shape[-1], layer.values.shape[-1], bits)
+    num_examples, num_heads = layer.counts.shape
+    heads: list[list[PackedHead]] = []
+    biases: list[list[Any]] = []
+    for example in range(num_examples):
+        states = [layer.head(example, head) for head in range(num_heads)]
+        heads.append([PackedHead.nearest(keys, values, bits) for keys, values, _ in states])
+        biases.append([bias for _, _, bias in states])
+    has_bias = layer.log_bias is not None
+    return QuantizedLayer.of_heads(heads, biases if has_bias else None, bits, layer.keys.dtype)
+
+
+def quantized_problem(
+    tensors: dict[str, Tensor], bits: Bits, key_group: int, num_tokens: int
+) -> str | None:
+    """What is wrong with the tensors of a layer in few bits; None if nothing is."""
+    missing = set(QUANTIZED_TENSORS) - {"half_bias"} - set(tensors)
+    if missing:
+        return f"no {', '.join(sorted(missing))}"
+    for name, tensor in tensors.items():
+        wanted = torch.int32 if name == "counts" else torch.uint8 if "codes" in name else _HALF
+        if tensor.dtype != wanted:
+            return f"{name} are {str(tensor.dtype).removeprefix('torch.')}"
+        is_usable = tensor < torch.inf if name == "half_bias" else tensor.isfinite()
+        if not is_usable.all():
+            return f"{name} hold numbers that are not finite"
+    counts = tensors["counts"]
+    if counts.dim() != 2 or not counts.numel() or not counts.min() >= 1:
+        return f"counts have shape {tuple(counts.shape)}, or a head has no slot"
+    if counts.max() > num_tokens:
+        return f"{int(counts.max())} slots for a prefix of {num_tokens} tokens"
+    for name, shape in _shapes(tensors, bits, key_group).items():
+        if name in tensors and tuple(tensors[name].shape) != shape:
+            return f"{name} have shape {tuple(tensors[name].shape)}, not {shape}"
+    return None
+
+
+def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors, from its counts and its first slots."""
+    counts = tensors["counts"].flatten().tolist()
+    num_heads = len(counts)
+    num_packed = sum(counts) - num_heads
+    num_groups = sum(len(key_groups(count - 1, key_group)) for count in counts)
+    head_dim = tensors["first_keys"].shape[-1]
+    value_dim = tensors["first_values"].shape[-1]
+    num_value_groups = value_dim // value_group(value_dim)
+    return {
+        "first_keys": (num_heads, head_dim),
+        "first_values": (num_heads, value_dim),
+        "key_codes": (num_packed, head_dim * bits.keys // 8),
+        "value_codes": (num_packed, value_dim * bits.values // 8),
+        "key_scales": (num_groups, head_dim),
+        "key_offsets": (num_groups, head_dim),
+        "value_scales": (num_packed, num_value_groups),
+        "value_offsets": (num_packed, num_value_groups),
+        "half_bias": (sum(counts),),
+    }
+
+
+def check_dims(head_dim: int, value_dim: int, bits: Bits) -> None:
+    """Reject heads whose codes do not fill whole bytes."""
+    for name, dim, number in (("keys", head_dim, bits.keys), ("values", value_dim, bits.values)):
+        if dim * number % 8:
+            raise InputError(f"{name} of {dim} channels do not fill whole bytes in {number} bits")
+
+
+def most_bytes_per_slot(dims: tuple[int, int], bits: Bits) -> tuple[float, float]:
+    """The most bytes of a slot with its share of the scales, and of a head besides its slots.
+
+    Args:
+        dims: channels of a key and of a value.
+        bits: of keys and values.
+    """
+    head_dim, value_dim = dims
+    codes = (head_dim * bits.keys + value_dim * bits.values) / 8
+    value_grid = 4 * value_dim / value_group(value_dim)
+    key_grid = 4 * head_dim
+    log_bias = 2
+    count = 4
+    per_slot = codes + value_grid + key_grid / KEY_GROUP + log_bias
+    # the first slot is in half precision, and the last group of keys may hold few slots
+    per_head = 2 * (head_dim + value_dim) + key_grid + count + log_bias
+    return per_slot, float(per_head)
+
+
+def _half_at_least(states: Tensor) -> Tensor:
+    """The smallest numbers of half precision that are no smaller than these."""
+    half = states.to(_HALF)
+    is_smaller = half.to(states.dtype) < states
+    return torch.where(is_smaller, torch.nextafter(half, half.new_tensor(torch.inf)), half)
+
+
+def _as_half(states: Tensor) -> Tensor:
+    half = states.to(_HALF)
+    if not half.isfinite().all():
+        raise InputError(
+            f"keys or values up to {states.abs().max():.3g} do not fit in 16 bits: "
+            "leave out the bits"
+        )
+    return half
+
+
+def _within(states: Tensor, dtype: torch.dtype) -> Tensor:
+    """The numbers in a type; those just beyond its range become its largest."""
+    largest = torch.finfo(dtype).max
+    return states.clamp(-largest, largest).to(dtype)

@@ -1,0 +1,90 @@
+"""compress --bits, --bytes and --mb; info and generate with caches in few bits."""
+
+import pytest
+
+from kvcat.cache import CompactCache
+from kvcat.cli.app import run
+from tiny import sentences
+
+DOCUMENT = "".join(sentences(4, seed=7))
+
+
+@pytest.fixture
+def document(tmp_path):
+    (tmp_path / "doc.txt").write_text(DOCUMENT)
+    return tmp_path / "doc.txt"
+
+
+def kvcat(*words):
+    return run([str(word) for word in words])
+
+
+def compress(folder, document, *options):
+    output = document.parent / "doc.safetensors"
+    assert kvcat("compress", folder, "--text", document, "-o", output, *options) == 0
+    return output
+
+
+@pytest.mark.parametrize("bits", ["4", "8", "8/4"])
+@pytest.mark.parametrize("method", ["attention-matching", "snapkv"])
+def test_bits_are_in_the_file_its_description_and_its_answers(
+    bits, method, tiny_folder, document, capsys
+):
+    output = compress(tiny_folder, document, "--method", method, "--bits", bits, "--keep", 0.4)
+    cache = CompactCache.load(output)
+    assert str(cache.bits) == bits
+    assert f"{bits} bits" in capsys.readouterr().out
+    assert kvcat("info", output) == 0
+    described = capsys.readouterr().out
+    keys, values = cache.bits
+    assert f"keys in {keys} bits and values in {values}" in described
+    assert f"{cache.nbytes:,}, " in described
+    assert "dense cache in 16 bits" in described
+    answers = []
+    for option in ([], ["--packed"]):
+        asked = ("--prompt", "the cat", "--max-new-tokens", 8, *option)
+        assert kvcat("generate", tiny_folder, "--cache", output, *asked) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("bits", ["auto", "16", "8", "4"])
+@pytest.mark.parametrize("size", [("--bytes", 3000), ("--mb", 0.003)])
+def test_a_size_in_bytes_is_an_upper_bound(bits, size, tiny_folder, document):
+    output = compress(tiny_folder, document, *size, "--bits", bits)
+    cache = CompactCache.load(output)
+    assert 1900 < cache.nbytes <= 3000
+    assert str(cache.bits) == {"auto": "4", "16": "None"}.get(bits, bits)
+
+
+def test_a_gradient_run_in_few_bits_is_rounded_at_its_end(tiny_folder, document):
+    options = ("--method", "gradient,num_steps=2", "--bits", 8)
+    assert str(CompactCache.load(compress(tiny_folder, document, *options)).bits) == "8"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--bits", 3), "--bits is '3'"),
+        (("--bits", 4, "--method", "snapkv,bits=8"), "give one of them"),
+        (("--method", "snapkv,bits=5"), "bits must be 8, 4"),
+        (("--keep", 0.1, "--mb", 1), "give one of --keep, --slots, --max-kl, --bytes and --mb"),
+        (("--bytes", 0), "--bytes"),
+        (("--mb", -1), "--mb"),
+        (("--bytes", 10), "one slot in every head"),
+    ],
+)
+def test_mistakes_are_one_line(options, reason, tiny_folder, document, capsys):
+    output = document.parent / "none.safetensors"
+    assert kvcat("compress", tiny_folder, "--text", document, "-o", output, *options) == 2
+    errors = capsys.readouterr().err.strip()
+    assert reason in errors
+    assert "\n" not in errors
+    assert not output.exists()
+
+
+def test_packed_answers_need_a_cache_in_few_bits(tiny_folder, document, capsys):
+    output = compress(tiny_folder, document)
+    asked = ("--prompt", "the cat", "--packed")
+    assert kvcat("generate", tiny_folder, "--cache", output, *asked) == 2
+    assert "is not in 8 or 4 bits" in capsys.readouterr().err
