@@ -231,7 +231,11 @@ def main() -> None:
     known = {(r["window"], r["method"], r["bits"], r["way"], r["keep"]) for r in records}
     for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
         traces = Traces(model, tokenizer, window["tokens"], options.prefix)
-        for figures in figures_of(traces, options, lambda *key: (index, *key) in known):  # noqa: B023
+
+        def is_known(*key: object, window_number: int = index) -> bool:
+            return (window_number, *key) in known
+
+        for figures in figures_of(traces, options, is_known):
             record = {"window": index, "document": window["document"], **figures}
             append_jsonl(done, record)
             records.append(record)

@@ -127,7 +127,7 @@ def test_a_haystack_too_short_and_numbers_out_of_range_are_rejected(tokenizer):
     least = len(tokenizer.encode(f"{QUERY}483920.\n")) + len(tokenizer.encode(INSTRUCTION))
     make_task(tokenizer, length=least, per_depth=1)
     with pytest.raises(
-        InputError, match=f"a haystack of {least - 1} tokens is too short: .* take {least}"
+        InputError, match=f"a haystack of {least - 1} tokens is too short: .* need {least}"
     ):
         make_task(tokenizer, length=least - 1, per_depth=1)
     with pytest.raises(InputError, match="per_depth is 0"):

@@ -19,6 +19,7 @@ _TAILS = [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0]
 _MEDIAN_CHUNKS = 10
 _CHUNK_ELEMENTS = 2**22
 _STEP = 1e-4
+_ROUNDING = 1e-12
 # resamples of fewer documents often hold copies of a single one, which have no standard error
 _FEWEST_FOR_BOOTSTRAP_T = 5
 Array = np.ndarray
@@ -231,9 +232,10 @@ class ClusterBootstrap:
         moved = draws.values[1:] - value
         with np.errstate(divide="ignore", invalid="ignore"):
             pivots = moved / errors[1:]
-        pivots[moved == 0.0] = 0.0  # equal documents have no error
+        rounding = _ROUNDING * float(np.abs(draws.values).max())
+        pivots[np.abs(moved) <= rounding] = 0.0  # equal documents have no error
         lower, upper = np.quantile(pivots, _TAILS, method="inverted_cdf")
-        if error == 0.0:
+        if error <= rounding:
             return float(value), float(value)
         return float(value - max(half, error * upper)), float(value + max(half, -error * lower))
 
