@@ -21,16 +21,17 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pandas as pd
 import torch
-from quality import SUFFIX, Traces, windows
+from quality import SUFFIX, Traces
 from tqdm import tqdm
 from transformers import QuantizedCache
+from windows import add_options, encoder, stored
 
 import kvcat
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress import Trace, make_compressor, parse_method
 from kvcat.compress.compare import replay_hidden
 from kvcat.evals.intervals import ClusterBootstrap
-from kvcat.files import append_jsonl, claim_folder, read_jsonl
+from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
 
@@ -174,16 +175,12 @@ def parsed() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", nargs="+", default=[], metavar="DOMAIN=PATH[:SPLIT]")
+    add_options(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder of this model and text")
-    parser.add_argument("--prefix", type=int, default=768)
-    parser.add_argument("--windows", type=int, default=6, help="of each domain")
-    parser.add_argument("--per-document", type=int, default=2)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.14, 0.22, 0.4])
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--bits", nargs="+", default=BITS)
     parser.add_argument("--ways", nargs="+", choices=("suffix", "self"), default=["suffix", "self"])
-    parser.add_argument("--seed", type=int, default=0, help="of the windows' places")
     parser.add_argument("--plot", type=Path, help="write KL against bytes as a picture")
     parser.add_argument("--threads", type=int, default=1)
     return parser.parse_args()
@@ -216,27 +213,20 @@ def main() -> None:
     options = parsed()
     torch.set_num_threads(options.threads)
     model, tokenizer = kvcat.load(options.model)
-    options.out.mkdir(parents=True, exist_ok=True)
-    chosen = options.out / "windows.jsonl"
+    encode = encoder(tokenizer)
+    windows = stored(options.out, options, SUFFIX, [encode])
     done = options.out / "records.jsonl"
-    names = ("model", "data", "prefix", "windows", "per_document", "seed")
-    settings = {name: vars(options)[name] for name in names}
-    if claim_folder(options.out, "config.json", settings) not in (None, settings):
-        raise SystemExit(f"{options.out} holds other windows: see its config.json")
-    if not chosen.exists():
-        fields = ("domain", "document", "tokens")
-        cut = windows(options, tokenizer)
-        append_jsonl(chosen, *(dict(zip(fields, window, strict=True)) for window in cut))
     records = read_jsonl(done) if done.exists() else []
     known = {(r["window"], r["method"], r["bits"], r["way"], r["keep"]) for r in records}
-    for index, window in enumerate(tqdm(read_jsonl(chosen), "windows")):
-        traces = Traces(model, tokenizer, window["tokens"], options.prefix)
+    for index, window in enumerate(tqdm(windows, "windows")):
+        tokens = window.tokens(encode, options.prefix + SUFFIX)
+        traces = Traces(model, tokenizer, tokens, options.prefix)
 
         def is_known(*key: object, window_number: int = index) -> bool:
             return (window_number, *key) in known
 
         for figures in figures_of(traces, options, is_known):
-            record = {"window": index, "document": window["document"], **figures}
+            record = {"window": index, "document": window.document, **figures}
             append_jsonl(done, record)
             records.append(record)
     print(

@@ -54,7 +54,7 @@ def test_a_size_in_bytes_is_an_upper_bound(bits, size, tiny_folder, document):
     output = compress(tiny_folder, document, *size, "--bits", bits)
     cache = CompactCache.load(output)
     assert 1900 < cache.nbytes <= 3000
-    assert str(cache.bits) == {"auto": "4", "16": "None"}.get(bits, bits)
+    assert str(cache.bits) == {"auto": "8", "16": "None"}.get(bits, bits)
 
 
 def test_a_gradient_run_in_few_bits_is_rounded_at_its_end(tiny_folder, document):

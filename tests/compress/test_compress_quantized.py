@@ -221,10 +221,11 @@ def test_a_number_of_bytes_is_kept_and_nearly_used(traced, bits, num_bytes):
         assert one_more > num_bytes - num_heads * 8 * 4  # a group of keys in every head
 
 
-def test_a_number_of_bytes_chooses_few_bits_and_more_where_all_slots_fit(traced):
-    assert slots_and_bits(traced, 6_000)[1] == FOUR
-    slots, bits = slots_and_bits(traced, 10**7)
-    assert (slots, bits) == (48, Bits(8, 8))
+def test_a_number_of_bytes_chooses_4_bits_for_small_caches_and_8_for_large_ones(traced):
+    dense = sum(2 * states.numel() for states in (*traced.keys, *traced.values))
+    assert slots_and_bits(traced, int(dense / 8.6))[1] == FOUR
+    assert slots_and_bits(traced, int(dense / 8.4))[1] == Bits(8, 8)
+    assert slots_and_bits(traced, 10**7) == (48, Bits(8, 8))
     assert "one slot in every head" in refusal(slots_and_bits, traced, 100)
 
 

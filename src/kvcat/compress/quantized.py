@@ -8,7 +8,8 @@ from kvcat.compress.base import Compressor
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 
-_CHOICES = (Bits(4, 4), Bits(8, 4), Bits(8, 8))
+# from so many times fewer bytes than a dense cache in 16 bits on, 4 bits are better than 8
+_LEAST_FEWER_OF_4_BITS = 8.5
 
 
 @dataclass(frozen=True)
@@ -72,19 +73,23 @@ def slots_and_bits(
 ) -> tuple[int, Bits | None]:
     """The number of slots per head, and their bits, with which a cache has at most so many bytes.
 
-    Without ``choices`` the bits are the fewest with which ``num_bytes`` do not hold the whole
-    prefix: on SmolLM2-135M, more slots in 4 bits were closer to the dense cache than fewer in 8/4,
-    at 16 and at 24 times fewer bytes (docs/log.md).
+    Without ``choices`` a cache has 4 bits if it has at least 8.5 times fewer bytes than a dense
+    cache in 16 bits, else 8. On SmolLM2-135M, more slots in 4 bits were closer to the dense cache
+    than fewer in 8 bits at 16 and 24 times fewer bytes, level at 8.5, and behind at 4.6; keys in 8
+    and values in 4 bits were nowhere ahead (docs/log.md).
 
     Args:
         trace: of the prefix.
         num_bytes: of all examples together.
-        choices: bits to choose from, in this order; None among them is the type of the trace.
+        choices: bits to choose from, the first of which do not hold the whole prefix; None among
+            them is the type of the trace.
 
     Raises:
         InputError: fewer bytes than one slot per head needs.
     """
-    tried = list(_CHOICES) if choices is None else list(choices)
+    dense_bytes = sum(2 * states.numel() for states in (*trace.keys, *trace.values))
+    is_small = dense_bytes >= _LEAST_FEWER_OF_4_BITS * num_bytes
+    tried = [Bits(4, 4) if is_small else Bits(8, 8)] if choices is None else list(choices)
     sizes = [(_slots_within(trace, num_bytes, bits), bits) for bits in tried]
     not_whole = [(slots, bits) for slots, bits in sizes if slots < trace.max_slots]
     slots, bits = not_whole[0] if not_whole else sizes[-1]

@@ -5,7 +5,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, RaggedLayer
+from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor, compact_cache
 from kvcat.compress.heads import Heads
 from kvcat.compress.methods.attention_matching import PRESETS, AttentionMatching
@@ -68,7 +68,7 @@ class RefinedMatching(Compressor):
         for start in self._start().compress(trace, sizes):
             layers = refine_layers(
                 heads,
-                [layer for layer in start.layers if isinstance(layer, CompactLayer | RaggedLayer)],
+                start.ordinary_layers(),
                 self.num_steps,
                 pull=_PULL,
                 ridge=_RIDGES[self.preset],
