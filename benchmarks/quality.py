@@ -241,7 +241,10 @@ def report_kinds(records: list[dict], method: str, keeps: list[float]) -> None:
 
 def report_seconds(records: list[dict], methods: list[str], keeps: list[float]) -> None:
     """Markdown: median processor seconds of a cache that is fitted to the suffix."""
-    frame = pd.DataFrame([record for record in records if record["way"] == "suffix"])
+    of_suffix = [record for record in records if record["way"] == "suffix"]
+    if not of_suffix:
+        return
+    frame = pd.DataFrame(of_suffix)
     labels = list(dict.fromkeys(frame.model))
     head = [f"{label} {100 * keep:g} %" for label in labels for keep in keeps]
     print("\n" + " | ".join(["| seconds", *head]) + " |")
