@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 
 from kvcat.errors import InputError, one_line
 from kvcat.files import atomic_write, remove_partial, write_json
-from kvcat.training.distributed import World
+from kvcat.training.distributed import World, first_process
 
 _FORMAT = 2
 _STATE = "state.json"
@@ -142,7 +142,7 @@ class Checkpoints:
             InputError: there are checkpoints and all are damaged, one cannot be read, or has
                 another format.
         """
-        checkpoint = self.world.first(lambda: newest(self.run), self._group)
+        checkpoint = self._newest()
         if checkpoint.folder is None:
             return LoadedCheckpoint(0, [], checkpoint.notes)
         tensors = self._tensors()
@@ -163,6 +163,10 @@ class Checkpoints:
             optim_state_dict=tensors["optimizer"],
         )
         return LoadedCheckpoint(checkpoint.step, checkpoint.states, checkpoint.notes)
+
+    @first_process
+    def _newest(self) -> WholeCheckpoint:
+        return newest(self.run)
 
     def _tensors(self) -> dict[str, Any]:
         module, optimizer = torch_states.get_state_dict(self.module, self.optimizer)

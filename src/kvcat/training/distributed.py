@@ -1,10 +1,11 @@
 """The processes of a run, one or those of torchrun, and the sharding of the module over them."""
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -52,12 +53,11 @@ class World:
         """Whether something happened in any process."""
         return bool(self.mean(torch.tensor([float(happened)])) > 0)
 
-    def first(self, work: Callable[[], T], group: Any = None) -> T:
+    def first(self, work: Callable[[], T]) -> T:
         """The result of ``work``, which runs in the first process alone, in every process.
 
         Args:
             work: called in the first process.
-            group: process group of the message; None: the default one.
 
         Raises:
             InputError: that of ``work``.
@@ -71,11 +71,38 @@ class World:
                 message[1] = str(error)
         if self.size > 1:
             device = torch.device("cpu")
-            dist.broadcast_object_list(message, src=0, group=group, device=device)
+            dist.broadcast_object_list(message, src=0, device=device)
         result, error = message
         if error is not None:
             raise InputError(error)
         return result
+
+
+@runtime_checkable
+class _InWorld(Protocol):
+    """An object that knows the processes of its run."""
+
+    world: World
+
+
+Owner = TypeVar("Owner", bound=_InWorld)
+P = ParamSpec("P")
+
+
+def first_process(
+    method: Callable[Concatenate[Owner, P], T],
+) -> Callable[Concatenate[Owner, P], T]:
+    """A method that runs in the first process alone and returns its result in every process.
+
+    Its object has an attribute ``world``. All processes call the method; an ``InputError`` of the
+    first one is raised in all of them.
+    """
+
+    @functools.wraps(method)
+    def in_first(self: Owner, *arguments: P.args, **options: P.kwargs) -> T:
+        return self.world.first(lambda: method(self, *arguments, **options))
+
+    return in_first
 
 
 def world_size() -> int:
@@ -133,6 +160,16 @@ def _local_device(device: str, size: int) -> torch.device:
     if where.type == "cuda" and where.index is not None:
         torch.cuda.set_device(where)  # where FSDP2 puts the parameters
     return where
+
+
+def distribute(objective: Objective, world: World) -> None:
+    """Make an objective ready for its first step: its layers as configured, its parameters sharded.
+
+    Raises:
+        InputError: activation checkpointing of a model that has none.
+    """
+    prepare_layers(objective.model, objective.config)
+    shard(objective, world, getattr(torch, objective.config.dtype))
 
 
 def prepare_layers(model: PreTrainedModel, config: TrainConfig) -> None:

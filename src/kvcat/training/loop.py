@@ -14,14 +14,13 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.cache import check_token_ids
-from kvcat.data import TokenData
 from kvcat.errors import InputError
-from kvcat.training.checkpoint import Checkpoints, folders
+from kvcat.training.checkpoint import folders
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World, join_world, reduce_policies
 from kvcat.training.export import export_checkpoint
-from kvcat.training.log import RunLog, mean_record, peak_memory
-from kvcat.training.objective import Objective, Record
+from kvcat.training.log import mean_record, peak_memory
+from kvcat.training.objective import Record
 from kvcat.training.optimizer import clip_gradients
 from kvcat.training.plan import check_request
 from kvcat.training.run import Run
@@ -110,62 +109,48 @@ class Trainer:
         signals: gets the number of a signal that stops the run.
     """
 
-    config: TrainConfig
-    world: World
-    objective: Objective
-    optimizer: torch.optim.Optimizer
-    checkpoints: Checkpoints
-    data: TokenData
-    streams: range
-    log: RunLog
-    step: int
+    run: Run
     signals: Sequence[int]
 
     def __init__(self, run: Run, signals: Sequence[int]) -> None:
-        self.config = run.config
-        self.world = run.world
-        self.objective = run.objective
-        self.optimizer = run.optimizer
-        self.checkpoints = run.checkpoints
-        self.data = run.data
-        self.streams = run.streams
-        self.log = run.log
-        self.step = run.step
+        self.run = run
         self.signals = signals
 
     def train(self) -> None:
         """Train to the last step, validating and saving on the way."""
-        config = self.config
-        if self.step == 0:
+        run = self.run
+        config = run.config
+        if run.step == 0:
             self._validate()
-        while self.step < config.max_steps:
+        while run.step < config.max_steps:
             started = time.perf_counter()
             record = self._train_step()
-            self.log.write({"kind": "train", "step": self.step, **record, **self._speed(started)})
-            is_last = self.step == config.max_steps
-            is_stopping = self.world.any(bool(self.signals))
-            if self.step % config.validation_every == 0 or is_last:
+            run.log.write({"kind": "train", "step": run.step, **record, **self._speed(started)})
+            is_last = run.step == config.max_steps
+            is_stopping = run.world.any(bool(self.signals))
+            if run.step % config.validation_every == 0 or is_last:
                 self._validate()
-            if self.step % config.checkpoint_every == 0 or is_last or is_stopping:
+            if run.step % config.checkpoint_every == 0 or is_last or is_stopping:
                 self._save()
             if is_stopping and not is_last:
-                self.checkpoints.wait()
+                run.checkpoints.wait()
                 signum = self.signals[0] if self.signals else signal.SIGTERM
-                raise Stopped(signum, f"stopped after step {self.step}; the same command continues")
-        self.checkpoints.wait()
+                raise Stopped(signum, f"stopped after step {run.step}; the same command continues")
+        run.checkpoints.wait()
 
     def _train_step(self) -> dict[str, Any]:
         """Take a step; returns its record."""
-        config = self.config
-        rate = learning_rate(self.step, config)
-        for group in self.optimizer.param_groups:
+        run = self.run
+        config = run.config
+        rate = learning_rate(run.step, config)
+        for group in run.optimizer.param_groups:
             group["lr"] = rate * group["lr_multiplier"]
         losses = self._accumulate_gradients()
         norms = self._clip_gradients()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
-        record = {"tokens": self.step * config.tokens_per_step, "lr": rate}
+        run.optimizer.step()
+        run.optimizer.zero_grad(set_to_none=True)
+        run.step += 1
+        record = {"tokens": run.step * config.tokens_per_step, "lr": rate}
         if norms.routers is not None:
             record["router_lr"] = rate * config.router_lr_multiplier
         record.update(losses)
@@ -177,21 +162,22 @@ class Trainer:
 
     def _accumulate_gradients(self) -> dict[str, Any]:
         """Add the gradients of all micro-batches of a step; returns the mean of their records."""
-        num_sequences = len(self.streams)
-        micro_batch = self.config.micro_batch_size or num_sequences
-        tokens = self.data.train.read()
+        run = self.run
+        num_sequences = len(run.streams)
+        micro_batch = run.config.micro_batch_size or num_sequences
+        tokens = run.data.train.read()
         records = []
         for start in range(0, num_sequences, micro_batch):
-            if isinstance(self.objective, FSDPModule):  # only the last backward pass reduces
+            if isinstance(run.objective, FSDPModule):  # only the last backward pass reduces
                 is_last = start + micro_batch >= num_sequences
-                self.objective.set_requires_gradient_sync(is_last)
+                run.objective.set_requires_gradient_sync(is_last)
             rows = slice(start, start + micro_batch)
-            loss, record = self._losses(tokens[rows], self.streams[rows], self.step)
+            loss, record = self._losses(tokens[rows], run.streams[rows], run.step)
             (loss * (micro_batch / num_sequences)).backward()
-            records.append({**record, "tokens_crc32": _mean_crc32(tokens[rows], self.world)})
-        mean = mean_record(records, [1.0] * len(records), self.world)
+            records.append({**record, "tokens_crc32": _mean_crc32(tokens[rows], run.world)})
+        mean = mean_record(records, [1.0] * len(records), run.world)
         # the sum over the sequences of the step
-        mean["tokens_crc32"] = round(mean["tokens_crc32"] * self.config.batch_size)
+        mean["tokens_crc32"] = round(mean["tokens_crc32"] * run.config.batch_size)
         return mean
 
     def _clip_gradients(self) -> _Gradients:
@@ -200,16 +186,17 @@ class Trainer:
         Raises:
             InputError: the run diverged.
         """
-        max_norm = self.config.max_grad_norm
-        policies = self.objective.policy_parameters()
-        reduce_policies(policies, self.world)
+        run = self.run
+        max_norm = run.config.max_grad_norm
+        policies = run.objective.policy_parameters()
+        reduce_policies(policies, run.world)
         by_router: dict[str, float] = {}
         router_norm = None
         if policies:
-            for start, parameters in self.objective.router_parameters().items():
+            for start, parameters in run.objective.router_parameters().items():
                 by_router[start] = clip_gradients(parameters, math.inf)
             router_norm = clip_gradients(policies, max_norm)
-        model_norm = clip_gradients(self.objective.model.parameters(), max_norm)
+        model_norm = clip_gradients(run.objective.model.parameters(), max_norm)
         self._check_norm("model", model_norm, math.inf)
         self._check_norm("routers", router_norm or 0.0, EXPLODED)
         return _Gradients(model_norm, router_norm, by_router)
@@ -226,14 +213,15 @@ class Trainer:
             sequences: their numbers among those of the step, or of validation.
             step: counted from 0; None for validation.
         """
-        check_token_ids(self.objective.model, tokens)
+        run = self.run
+        check_token_ids(run.objective.model, tokens)
         generators = []
         for sequence in sequences:
-            entropy = [self.config.seed, step is not None, step or 0, sequence]
+            entropy = [run.config.seed, step is not None, step or 0, sequence]
             word = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
             generators.append(torch.Generator().manual_seed(int(word >> 1)))
-        tokens = tokens.to(self.world.device, non_blocking=True)
-        return self.objective(tokens, generators, step)
+        tokens = tokens.to(run.world.device, non_blocking=True)
+        return run.objective(tokens, generators, step)
 
     @torch.no_grad()
     def _validate(self) -> None:
@@ -241,44 +229,47 @@ class Trainer:
 
         A process that has no sequences left in the last batch takes part with weight 0.
         """
-        table = self.data.validation
-        size = self.config.micro_batch_size or len(self.streams)
-        num_batches = math.ceil(len(table) / (size * self.world.size))
+        run = self.run
+        table = run.data.validation
+        size = run.config.micro_batch_size or len(run.streams)
+        num_batches = math.ceil(len(table) / (size * run.world.size))
         records = []
         weights = []
         for batch in range(num_batches):
-            start = (batch * self.world.size + self.world.rank) * size
+            start = (batch * run.world.size + run.world.rank) * size
             rows = list(range(start, min(start + size, len(table))))
             weights.append(float(len(rows)))
             rows = rows or [0]
             _, record = self._losses(table[rows], rows, None)
             records.append(record)
-        means = mean_record(records, weights, self.world)
-        self.log.write({"kind": "validation", "step": self.step, **means})
+        means = mean_record(records, weights, run.world)
+        run.log.write({"kind": "validation", "step": run.step, **means})
 
     def _save(self) -> None:
-        state = self.data.train.state_dict()
-        self.checkpoints.save(self.step, state, lambda folder: self.log.note(f"saved {folder}"))
+        run = self.run
+        state = run.data.train.state_dict()
+        run.checkpoints.save(run.step, state, lambda folder: run.log.note(f"saved {folder}"))
 
     def _check_norm(self, whose: str, norm: float, limit: float) -> None:
         """Reject a gradient norm beyond a limit: the run diverged."""
+        run = self.run
         if math.isfinite(norm) and norm <= limit:
             return
-        self.checkpoints.wait()
-        output = self.config.output
+        run.checkpoints.wait()
+        output = run.config.output
         saved = folders(Path(output))
         place = "nothing was saved"
         if saved:
             place = f"the last checkpoint of {output} is {saved[-1].name}"
-        gradient = f"the gradient of the {whose} in step {self.step + 1} has norm {norm:.1e}"
-        remedy = f"a smaller peak_lr than {self.config.peak_lr:g} needs another output folder"
+        gradient = f"the gradient of the {whose} in step {run.step + 1} has norm {norm:.1e}"
+        remedy = f"a smaller peak_lr than {run.config.peak_lr:g} needs another output folder"
         raise InputError(f"training diverged: {gradient}; {place}, {remedy}")
 
     def _speed(self, started: float) -> dict[str, float]:
         seconds = time.perf_counter() - started
         return {
-            "tokens_per_s": self.config.tokens_per_step / seconds,
-            "peak_memory_gib": peak_memory(self.world.device),
+            "tokens_per_s": self.run.config.tokens_per_step / seconds,
+            "peak_memory_gib": peak_memory(self.run.world.device),
         }
 
 

@@ -45,12 +45,12 @@ class Objective(nn.Module):
         super().__init__()
         self.config = config
         self.model = model
-        self.masked_pass = make_masked_pass(model, config)
-        self.head = output_head(model)
         # in a tuple, so that the teacher is not part of the module's state; empty without a teacher
         self._teachers: tuple[PreTrainedModel, ...] = ()
         if config.teacher == "frozen":
             self._teachers = (_frozen_copy(model, getattr(torch, config.dtype)),)
+        self.masked_pass = make_masked_pass(model, config)
+        self.head = output_head(model)
 
     def policy_parameters(self) -> list[nn.Parameter]:
         """The routers' parameters; empty if the policy learns nothing."""

@@ -13,7 +13,7 @@ from kvcat.errors import InputError
 from kvcat.models import load, self_test
 from kvcat.training.checkpoint import Checkpoints
 from kvcat.training.config import TrainConfig
-from kvcat.training.distributed import World, prepare_layers, shard
+from kvcat.training.distributed import World, distribute
 from kvcat.training.log import RunLog
 from kvcat.training.objective import Objective
 from kvcat.training.optimizer import make_optimizer
@@ -69,8 +69,7 @@ class Run:
             self_test(model, split=True)
         objective = Objective(model, config).to(world.device)
         folder.check_disk(objective)
-        prepare_layers(model, config)
-        shard(objective, world, getattr(torch, config.dtype))
+        distribute(objective, world)
         optimizer = make_optimizer(objective, config)
         checkpoints = Checkpoints(folder.path, config.keep_checkpoints, world, objective, optimizer)
         loaded = checkpoints.load_newest()

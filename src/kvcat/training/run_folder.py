@@ -16,7 +16,7 @@ from kvcat.errors import InputError
 from kvcat.files import append_jsonl, claim_folder, one_writer, read_json, read_jsonl, write_json
 from kvcat.training.checkpoint import folders, step_of
 from kvcat.training.config import TrainConfig
-from kvcat.training.distributed import World
+from kvcat.training.distributed import World, first_process
 from kvcat.training.log import METRICS_FILE
 from kvcat.training.objective import Record
 
@@ -95,13 +95,15 @@ class RunFolder:
 
             yield cls(config, world, world.first(lock_and_read))
 
+    @first_process
     def check_disk(self, module: nn.Module) -> None:
         """Reject a disk on which the checkpoints to be kept, one more and the export do not fit."""
-        self.world.first(lambda: _check_disk(self.config, module))
+        _check_disk(self.config, module)
 
+    @first_process
     def record_config(self, step: int) -> list[str]:
         """Write the configuration, and what it changes from a step on; returns lines for people."""
-        return self.world.first(lambda: _record_config(self.config, step, self.state.changes))
+        return _record_config(self.config, step, self.state.changes)
 
     def mark_done(self) -> None:
         """Record that the run is complete."""
