@@ -71,6 +71,24 @@ def test_retention_is_a_ratio_of_sums_and_absent_unless_the_context_gain_is_clea
     )  # one model has none to compare
 
 
+def test_kl_per_gain_is_a_ratio_of_sums_over_the_predicted_tokens():
+    figures = {"a": (0.2, 0.5, 4.0), "b": (0.3, 1.5, 8.0), "c": (0.1, 1.0, 4.0)}
+    records = []
+    for document, (kl, gain, num_predicted) in figures.items():
+        for copy in "123":
+            made = record("base", document + copy, "0", kl=kl, gain=gain)
+            made.values["num_predicted"] = num_predicted
+            records.append(made)
+    kl_sum = 0.2 * 4 + 0.3 * 8 + 0.1 * 4
+    gain_sum = 0.5 * 4 + 1.5 * 8 + 1.0 * 4
+    assert row_of(summarise(records), "kl_per_gain").value == pytest.approx(kl_sum / gain_sum)
+    # half of the KL with half of the gain is no better
+    halved = [record("half", d, "0", kl=0.1, gain=0.25) for d in "abcdef"]
+    whole = [record("whole", d, "0", kl=0.2, gain=0.5) for d in "abcdef"]
+    row = row_of(compare_models([*halved, *whole], "whole"), "kl_per_gain")
+    assert (row.ratio, row.verdict) == (pytest.approx(1.0), "level")
+
+
 def test_rows_are_sorted_by_stratum_model_method_keep_and_step_whatever_the_order_of_records():
     records = [
         record(m, d, "0", keep_ratio=k, step=s, stratum=d)

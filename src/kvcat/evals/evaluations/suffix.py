@@ -31,6 +31,7 @@ class Suffix(CompressingEvaluation):
             "nll",
             "nll_dense",
             "context_gain",
+            "kl_per_gain",
             "delta_nll",
             "delta_ppl",
             "top1",
@@ -68,6 +69,21 @@ class Suffix(CompressingEvaluation):
             decimals=4,
             log_scale=True,
             ratio=True,
+        ),
+        "kl_per_gain": Metric(
+            label="KL / gain",
+            description="KL per nat of context gain, of sums: a model that uses its prefix less "
+            "loses less by compression; undefined if that gain is not clearly above 0.",
+            unit="",
+            decimals=4,
+            ratio=True,
+            columns=("diverged", "gained"),
+            products={
+                "diverged": ("kl", "num_predicted"),
+                "gained": ("context_gain", "num_predicted"),
+            },
+            function=lambda diverged, gained: diverged / gained,
+            defined_where="gained",
         ),
         "top1": Metric(
             label="top-1",
