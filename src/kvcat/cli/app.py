@@ -9,6 +9,7 @@ from typing import Any
 from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
 from kvcat.errors import InputError
+from kvcat.extras import missing_package
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cli.train.demo", "Train, compress and evaluate a small model, offline."),
@@ -119,6 +120,11 @@ def _dispatch(argv: list[str]) -> None:
         arguments = take_threads(name, argv[num_words:])
         try:
             _call(name, arguments)
+        except ModuleNotFoundError as error:
+            line = missing_package(error, f"kvcat {name}")
+            if not line:
+                raise
+            raise InputError(line) from error
         except SystemExit as end:  # tyro showed a help text
             if not end.code:
                 print(f"\n{THREADS_HELP}", end="")

@@ -35,7 +35,7 @@ def reconstruction(
     chat: bool = False,
     allow_special: bool = False,
 ) -> Reconstruction:
-    """Token ids of <text><instruction><text>, joined as ids: both copies are the same tokens.
+    """Token ids of ``<text><instruction><text>``, joined as ids: both copies are the same tokens.
 
     The first copy begins as the tokenizer begins a text, with a BOS token for example, and has
     nothing after it: not the EOS token that some tokenizers put at the end of a text.

@@ -29,7 +29,7 @@ def slot_facts(cache: CompactCache) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Reconstruction:
-    """A sequence <text><instruction><text> whose second copy supervises the first.
+    """A sequence ``<text><instruction><text>`` whose second copy supervises the first.
 
     The second copy begins at ``supervision_start``.
 

@@ -1,0 +1,110 @@
+"""Build the package and try it as a new user: python tools/release_check.py.
+
+Builds sdist and wheel, checks their metadata and contents, installs the wheel without extras into
+an empty environment, and runs there the commands that the core offers. Nothing is uploaded.
+"""
+
+import argparse
+import email
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+OPTIONAL = ("datasets", "matplotlib", "pandas", "pyarrow", "scipy")
+WITHOUT_EXTRAS = "import importlib.util, sys; sys.exit(any(map(importlib.util.find_spec, {names})))"
+LARGEST_SDIST = 5_000_000
+BUILD_TOOLS = ("build", "hatchling", "twine")
+
+
+def make_environment(folder: Path, *packages: str) -> Path:
+    """The interpreter of a new environment with these packages."""
+    subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+    python = folder / "bin" / "python"
+    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    return python
+
+
+def build(folder: Path) -> tuple[Path, Path]:
+    """The sdist and the wheel, with metadata that an index accepts."""
+    python = make_environment(folder / "tools", *BUILD_TOOLS)
+    target = folder / "dist"
+    options = ["--no-isolation", "--outdir", str(target)]
+    subprocess.run([python, "-m", "build", *options, str(ROOT)], check=True)
+    subprocess.run([python, "-m", "twine", "check", "--strict", *target.iterdir()], check=True)
+    (sdist,) = target.glob("*.tar.gz")
+    (wheel,) = target.glob("*.whl")
+    return sdist, wheel
+
+
+def check_contents(sdist: Path, wheel: Path) -> None:
+    """Stop if a version differs, or if the sdist holds results."""
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        (metadata_file,) = [name for name in names if name.endswith(".dist-info/METADATA")]
+        metadata = email.message_from_bytes(archive.read(metadata_file))
+    version = metadata["Version"]
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    if f"\nversion: {version}\n" not in citation:
+        sys.exit(f"CITATION.cff does not have version {version}")
+    if f"\n## {version}" not in changelog:
+        sys.exit(f"CHANGELOG.md has no section for version {version}")
+    with tarfile.open(sdist) as archive:
+        results = [name for name in archive.getnames() if "/docs/" in name or "/out/" in name]
+    if results:
+        sys.exit(f"the sdist holds {results[0]}")
+    if sdist.stat().st_size > LARGEST_SDIST:
+        sys.exit(f"the sdist has {sdist.stat().st_size / 1e6:.1f} MB")
+    print(f"version {version}: wheel {wheel.stat().st_size / 1e6:.1f} MB", flush=True)
+
+
+def try_core(folder: Path, wheel: Path, torch: str) -> None:
+    """Compress, describe and answer with the core alone; what needs an extra says so."""
+    python = make_environment(folder / "bare", torch, str(wheel))
+    absent = WITHOUT_EXTRAS.format(names=list(OPTIONAL))
+    subprocess.run([python, "-c", absent], check=True)
+    kvcat = str(folder / "bare" / "bin" / "kvcat")
+    page = folder / "page.txt"
+    page.write_text((ROOT / "CITATION.cff").read_text(encoding="utf-8"), encoding="utf-8")
+    cache = folder / "page.safetensors"
+    commands = [
+        ["--help"],
+        ["compress", "kvcat-base", "--text", page, "--keep", "0.1", "-o", cache],
+        ["info", cache],
+        ["generate", "kvcat-base", "--cache", cache, "--prompt", "import ", "--max-new-tokens", 4],
+    ]
+    for arguments in commands:
+        subprocess.run([kvcat, *map(str, arguments)], check=True, cwd=folder)
+    refused = subprocess.run(
+        [kvcat, "report", folder, "-o", folder / "report"],
+        check=False,
+        capture_output=True,
+        text=True,
+    )
+    message = refused.stderr.strip()
+    if refused.returncode != 2 or "pip install 'kvcat[report]'" not in message:
+        sys.exit(f"kvcat report without its extra: {message}")
+    print(message)
+
+
+def main() -> None:
+    """Stop with the first failure."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--torch", default="torch", help="requirement, such as torch==2.13.0")
+    torch = parser.parse_args().torch
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        sdist, wheel = build(folder)
+        check_contents(sdist, wheel)
+        try_core(folder, wheel, torch)
+    print("the package can be released")
+
+
+if __name__ == "__main__":
+    main()
