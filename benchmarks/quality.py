@@ -80,8 +80,8 @@ class Traces:
 
 
 def measure(traces: Traces, compressor: Method, way: str, keeps: list[float]) -> Iterator[dict]:
-    """KL on both halves of the suffix and the processor seconds of one method on one window, by
-    keep ratio."""
+    """KL on both halves of the suffix, processor seconds, and bytes over those of the dense cache,
+    of one method on one window by keep ratio."""
     whole = traces["whole"]
     made = traces[way]
     begun = time.process_time()
@@ -92,7 +92,13 @@ def measure(traces: Traces, compressor: Method, way: str, keeps: list[float]) ->
             output_head(whole.model), hidden, whole.suffix_ids, whole.hidden[:, 1:]
         ).kl
         halves = kl[0].unflatten(0, (2, -1)).mean(-1).tolist()
-        yield {"keep": keep, "halves": halves, "seconds": round(seconds, 3)}
+        share_of_bytes = cache.nbytes / made.dense_cache().nbytes
+        yield {
+            "keep": keep,
+            "halves": halves,
+            "seconds": round(seconds, 3),
+            "bytes": round(share_of_bytes, 5),
+        }
         begun = time.process_time()
 
 

@@ -25,26 +25,26 @@ class Picture:
     title: str
     width: int
     height: int
-    parts: list[str] = field(default_factory=list)
+    elements: list[str] = field(default_factory=list)
 
     def box(
         self, x: float, y: float, width: float, height: float, fill: str, edge: str = INK
     ) -> None:
         """A filled rectangle."""
-        self.parts.append(
+        self.elements.append(
             f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" '
             f'stroke="{edge}" stroke-width="1"/>'
         )
 
     def text(self, x: float, y: float, text: str, *, color: str = INK, anchor: str = "start"):
         """A line of text that begins, ends or has its middle at x."""
-        self.parts.append(
+        self.elements.append(
             f'<text x="{x}" y="{y}" fill="{color}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def arrow(self, x1: float, y1: float, x2: float, y2: float) -> None:
         """A line with a head at its end."""
-        self.parts.append(
+        self.elements.append(
             f'<line x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}" stroke="{INK}" '
             'stroke-width="1.5" marker-end="url(#head)"/>'
         )
@@ -67,7 +67,7 @@ class Picture:
             f"<title>{escape(self.title)}</title>",
             f"<defs>{head}</defs>",
             f'<rect width="{self.width}" height="{self.height}" fill="white"/>',
-            *self.parts,
+            *self.elements,
             "</svg>",
         ]
         FOLDER.mkdir(exist_ok=True)
@@ -98,18 +98,18 @@ def queries() -> None:
     """Where the queries come from that a cache is fitted to."""
     title = "Queries after the prefix, and the prefix's own queries moved behind it"
     picture = Picture(title, 720, 220)
-    picture.text(20, 30, "The document in three parts, and text after it")
+    picture.text(20, 30, "The document in three elements, and text after it")
     part_colors = ["#cfe3f1", "#9cc7e3", "#63a6d2"]
     after = 20 + 12 * CELL + 8
-    for part, color in enumerate(part_colors):
-        picture.row(20 + 4 * CELL * part, 42, [color] * 4)
+    for index, color in enumerate(part_colors):
+        picture.row(20 + 4 * CELL * index, 42, [color] * 4)
     picture.row(after, 42, [GREEN] * 5)
     picture.text(after, 82, "text after it, if it is known", color=GREEN)
     picture.text(after, 112, "each part's queries, turned to these positions")
-    for part, color in enumerate(part_colors):
-        picture.row(after, 122 + (CELL + 4) * part, [color] * 4)
-        picture.arrow(20 + 4 * CELL * part + 2 * CELL, 68, after - 6, 133 + (CELL + 4) * part)
-    picture.text(20, 180, "they stand for later text")
+    for index, color in enumerate(part_colors):
+        picture.row(after, 122 + (CELL + 4) * index, [color] * 4)
+        picture.arrow(20 + 4 * CELL * index + 2 * CELL, 68, after - 6, 133 + (CELL + 4) * index)
+    picture.text(20, 180, "they represent later text")
     picture.text(20, 200, "that nobody has seen yet")
     picture.save("queries")
 

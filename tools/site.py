@@ -39,10 +39,10 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     """The text of a page with links to other pages."""
     name = page.file.src_uri
     source = PAGES.get(name, f"docs/{name}")
-    parts = _FENCE.split(markdown)
-    for index in range(0, len(parts), 2):  # the others are blocks of code
-        parts[index] = _linked(parts[index], name, source, files)
-    return "".join(parts)
+    pieces = _FENCE.split(markdown)
+    for index in range(0, len(pieces), 2):  # the others are blocks of code
+        pieces[index] = _linked(pieces[index], name, source, files)
+    return "".join(pieces)
 
 
 def _linked(text: str, name: str, source: str, files: Files) -> str:

@@ -1,0 +1,201 @@
+"""Every method on two real models: KL, right answers, seconds and bytes, as one page.
+
+    python benchmarks/leaderboard.py --model smollm2-135m NAME=FOLDER \\
+        --data prose=FILE tech=FILE code=installed:test --out OUT --page docs/leaderboard.md
+
+A method is added with --add METHOD; what is measured already is not measured again. The figures are
+those of ``quality.py`` (a document alone: a cache that is made from a prefix without knowing what
+follows) and of ``questions.py``, whose records stay in --out. A method of another package works
+here as soon as the package is installed (docs/extend.md).
+"""
+
+import argparse
+import platform
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+import torch
+import transformers
+from named_models import add_model_option, parse_models
+from quality import table
+from questions import BASELINES, right, share
+from windows import add_options
+
+import kvcat
+from kvcat.evals.intervals import ClusterBootstrap
+from kvcat.files import append_jsonl, read_jsonl
+
+METHODS = {
+    "attention-matching": "Attention Matching, the default",
+    "attention-matching,budgets=equal": "the same, as many slots in every head",
+    "attention-matching,preset=paper": "Attention Matching as in the KV-CAT paper",
+    "kvpress:KVzipPress": "KVzip (kvpress)",
+    "kvpress:ExpectedAttentionPress": "Expected Attention (kvpress)",
+    "h2o": "H2O",
+    "snapkv": "SnapKV",
+    "tova": "TOVA",
+    "streaming": "StreamingLLM",
+}
+"""Methods by specification, and their names in words."""
+KEEPS = (0.05, 0.1, 0.2, 0.4)
+FOLDER = Path(__file__).parent
+
+
+def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
+    """Run the two benchmarks for the methods; both skip what they have measured."""
+    keeps = [f"{keep:g}" for keep in KEEPS]
+    shared = ["--model", *options.model, "--threads", str(options.threads)]
+    quality = ["--data", *options.data, "--out", str(options.out / "quality")]
+    quality += ["--prefix", str(options.prefix), "--windows", str(options.windows)]
+    quality += ["--per-document", str(options.per_document), "--half", options.half]
+    quality += ["--seed", str(options.seed), "--ways", "self", "suffix", "--keep", *keeps]
+    run("quality.py", *shared, *quality, "--methods", *methods)
+    conditions = [f"{method}@self" for method in methods]
+    asked = ["--out", str(options.out / "questions.jsonl"), "--keep", *keeps]
+    asked += ["--documents", *map(str, options.documents)]
+    run("questions.py", *shared, *asked, "--conditions", *conditions, "truncated@text")
+
+
+def run(script: str, *arguments: str) -> None:
+    """Run a benchmark of this folder."""
+    subprocess.run([sys.executable, str(FOLDER / script), *arguments], check=True)
+
+
+def losses(records: list[dict], methods: Sequence[str]) -> pd.DataFrame:
+    """KL of a document alone: by window (rows), method and keep ratio, with its interval."""
+    kl = table(record for record in records if record["method"] in methods)["self"]
+    bootstrap = ClusterBootstrap(list(kl.index.get_level_values("document")))
+    rows = []
+    for method, keep in kl.columns:
+        estimate = bootstrap.mean(kl[method, keep].to_numpy())
+        rows.append((method, keep, estimate.value, estimate.low, estimate.high))
+    return pd.DataFrame(rows, columns=["method", "keep", "value", "low", "high"])
+
+
+def costs(records: list[dict]) -> pd.DataFrame:
+    """Median processor seconds and share of the dense cache's bytes, by method and keep ratio."""
+    frame = pd.DataFrame(records)
+    return frame.groupby(["method", "keep"])[["seconds", "bytes"]].median()
+
+
+def answers(records: list[dict], condition: str, keep: float) -> str:
+    """Percent of right answers with its interval."""
+    rows = [
+        {"document": record["document"], "right": float(right(answer, code))}
+        for record in records
+        if record["condition"] == condition and record["keep"] == keep
+        for answer, (_, code) in zip(record["answers"], record["asked"], strict=True)
+    ]
+    return share(pd.DataFrame(rows)) if rows else ""
+
+
+def section(label: str, quality: list[dict], asked: list[dict], methods: dict[str, str]) -> str:
+    """The tables of one model."""
+    kl = losses(quality, list(methods)).set_index(["method", "keep"])
+    cost = costs(quality)
+    dense, none = (answers(asked, condition, keep) for condition, keep in BASELINES)
+    windows = len({record["window"] for record in quality})
+    documents = len({record["document"] for record in quality})
+    questions = sum(len(r["asked"]) for r in asked if r["condition"] == BASELINES[0][0])
+    head = " | ".join(f"{100 * keep:g} %" for keep in KEEPS)
+    rule = "|---" * (len(KEEPS) + 1)
+    lines = [
+        f"## {label}",
+        "",
+        "KL(dense || compact), nats per token, on the 256 tokens after a prefix compressed "
+        f"without them: {windows} windows of {documents} documents, 95 % intervals over documents.",
+        "",
+        f"| slots kept | {head} | seconds at 10 % | bytes at 10 % |",
+        f"{rule}|---|---|",
+    ]
+    for method, name in methods.items():
+        cells = []
+        for keep in KEEPS:
+            estimate = kl.loc[(method, keep)]
+            cells.append(f"{estimate.value:.2g} [{estimate.low:.2g}, {estimate.high:.2g}]")
+        seconds, share_of_bytes = cost.loc[(method, 0.1)]
+        cells += [f"{seconds:.1f}", f"{100 * share_of_bytes:.1f} %"]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    lines += [
+        "",
+        f"Right answers, per cent, to {questions} questions about facts in a document; the dense "
+        f"cache {dense}, without the document {none}.",
+        "",
+        f"| slots kept | {head} |",
+        rule + "|",
+    ]
+    conditions = {f"{method}@self": name for method, name in methods.items()}
+    conditions["truncated@text"] = "no compression: beginning and end of the text"
+    for condition, name in conditions.items():
+        cells = [answers(asked, condition, keep) for keep in KEEPS]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
+    """The whole page."""
+    quality = read_jsonl(options.out / "quality" / "records.jsonl")
+    asked = read_jsonl(options.out / "questions.jsonl")
+    labels = [model.label for model in parse_models(options.model)]
+    sections = [
+        section(
+            label,
+            [record for record in quality if record["model"] == label],
+            [record for record in asked if record["model"] == label],
+            methods,
+        )
+        for label in labels
+    ]
+    data = " ".join(f"{source.partition('=')[0]}=..." for source in options.data)
+    return "\n".join(
+        [
+            "# Leaderboard",
+            "",
+            "Every method at four sizes on real models. Written by",
+            "",
+            "```sh",
+            f"python benchmarks/leaderboard.py --model {' '.join(labels)} --data {data} \\",
+            f"  --windows {options.windows} --per-document {options.per_document} --out OUT "
+            "--page docs/leaderboard.md",
+            "```",
+            "",
+            "with `--add METHOD` for one more method. Seconds are processor seconds of one thread "
+            "for the call that makes the cache, without the forward pass over the document. Bytes "
+            "are those of the cache over the dense one in the same type. "
+            f"kvcat {kvcat.__version__}, torch {torch.__version__}, transformers "
+            f"{transformers.__version__}, {platform.machine()}.",
+            "",
+            "\n\n".join(sections),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_option(parser)
+    add_options(parser)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
+    parser.add_argument("--page", type=Path, required=True, help="Markdown file to write")
+    parser.add_argument("--add", nargs="+", default=[], metavar="METHOD", help="further methods")
+    parser.add_argument(
+        "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="with questions"
+    )
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    added = options.out / "added.jsonl"
+    append_jsonl(added, *({"method": method} for method in options.add))
+    earlier = [record["method"] for record in read_jsonl(added)]
+    methods = METHODS | {method: f"`{method}`" for method in earlier}
+    measure(options, list(methods))
+    options.page.write_text(page(options, methods), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
