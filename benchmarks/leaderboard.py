@@ -5,7 +5,8 @@
 
 A method is added with --add METHOD; what is measured already is not measured again. The figures are
 those of ``quality.py`` (a document alone: a cache that is made from a prefix without knowing what
-follows) and of ``questions.py``, whose records stay in --out. A method of another package works
+follows) and of ``questions.py``, whose records stay in --out. Methods that are fitted to queries
+use a repetition of the document, as ``kvcat compress`` does. A method of another package works
 here as soon as the package is installed (docs/extend.md).
 """
 
@@ -20,6 +21,7 @@ import pandas as pd
 import torch
 import transformers
 from named_models import add_model_option, parse_models
+from peers import LEARNING
 from quality import table
 from questions import BASELINES, right, share
 from windows import add_options
@@ -40,6 +42,7 @@ METHODS = {
     "streaming": "StreamingLLM",
 }
 """Methods by specification, and their names in words."""
+WAY = "reconstruction"
 KEEPS = (0.05, 0.1, 0.2, 0.4)
 FOLDER = Path(__file__).parent
 
@@ -51,12 +54,17 @@ def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
     quality = ["--data", *options.data, "--out", str(options.out / "quality")]
     quality += ["--prefix", str(options.prefix), "--windows", str(options.windows)]
     quality += ["--per-document", str(options.per_document), "--half", options.half]
-    quality += ["--seed", str(options.seed), "--ways", "self", "suffix", "--keep", *keeps]
+    quality += ["--seed", str(options.seed), "--ways", WAY, "suffix", "--keep", *keeps]
     run("quality.py", *shared, *quality, "--methods", *methods)
-    conditions = [f"{method}@self" for method in methods]
+    conditions = list(map(condition_of, methods))
     asked = ["--out", str(options.out / "questions.jsonl"), "--keep", *keeps]
     asked += ["--documents", *map(str, options.documents)]
     run("questions.py", *shared, *asked, "--conditions", *conditions, "truncated@text")
+
+
+def condition_of(method: str) -> str:
+    """The condition of ``questions.py`` that a method is asked in."""
+    return f"{method}@{WAY if method.startswith(LEARNING) else 'self'}"
 
 
 def run(script: str, *arguments: str) -> None:
@@ -66,7 +74,7 @@ def run(script: str, *arguments: str) -> None:
 
 def losses(records: list[dict], methods: Sequence[str]) -> pd.DataFrame:
     """KL of a document alone: by window (rows), method and keep ratio, with its interval."""
-    kl = table(record for record in records if record["method"] in methods)["self"]
+    kl = table(record for record in records if record["method"] in methods)[WAY]
     bootstrap = ClusterBootstrap(list(kl.index.get_level_values("document")))
     rows = []
     for method, keep in kl.columns:
@@ -76,9 +84,14 @@ def losses(records: list[dict], methods: Sequence[str]) -> pd.DataFrame:
 
 
 def costs(records: list[dict]) -> pd.DataFrame:
-    """Median processor seconds and share of the dense cache's bytes, by method and keep ratio."""
+    """Medians over windows by method: processor seconds for all sizes, and the share of the dense
+    cache's bytes at 10 %."""
     frame = pd.DataFrame(records)
-    return frame.groupby(["method", "keep"])[["seconds", "bytes"]].median()
+    is_learning = frame.method.str.startswith(LEARNING)
+    frame = frame[(frame.way == WAY) == is_learning]
+    seconds = frame.groupby(["method", "window"]).seconds.sum().groupby("method").median()
+    shares = frame[frame.keep == 0.1].groupby("method").bytes.median()
+    return pd.DataFrame({"seconds": seconds, "bytes": shares})
 
 
 def answers(records: list[dict], condition: str, keep: float) -> str:
@@ -108,7 +121,7 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
         "KL(dense || compact), nats per token, on the 256 tokens after a prefix compressed "
         f"without them: {windows} windows of {documents} documents, 95 % intervals over documents.",
         "",
-        f"| slots kept | {head} | seconds at 10 % | bytes at 10 % |",
+        f"| slots kept | {head} | seconds | bytes at 10 % |",
         f"{rule}|---|---|",
     ]
     for method, name in methods.items():
@@ -116,7 +129,7 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
         for keep in KEEPS:
             estimate = kl.loc[(method, keep)]
             cells.append(f"{estimate.value:.2g} [{estimate.low:.2g}, {estimate.high:.2g}]")
-        seconds, share_of_bytes = cost.loc[(method, 0.1)]
+        seconds, share_of_bytes = cost.loc[method]
         cells += [f"{seconds:.1f}", f"{100 * share_of_bytes:.1f} %"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += [
@@ -127,7 +140,7 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
         f"| slots kept | {head} |",
         rule + "|",
     ]
-    conditions = {f"{method}@self": name for method, name in methods.items()}
+    conditions = {condition_of(method): name for method, name in methods.items()}
     conditions["truncated@text"] = "no compression: beginning and end of the text"
     for condition, name in conditions.items():
         cells = [answers(asked, condition, keep) for keep in KEEPS]
@@ -163,8 +176,8 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
             "```",
             "",
             "with `--add METHOD` for one more method. Seconds are processor seconds of one thread "
-            "for the call that makes the cache, without the forward pass over the document. Bytes "
-            "are those of the cache over the dense one in the same type. "
+            "for the four caches of a prefix, which share work, without the forward pass before. "
+            "Bytes are those of the cache over the dense one in the same type. "
             f"kvcat {kvcat.__version__}, torch {torch.__version__}, transformers "
             f"{transformers.__version__}, {platform.machine()}.",
             "",

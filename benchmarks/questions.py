@@ -206,7 +206,9 @@ def share(rows: pd.DataFrame) -> str:
     interval = (
         intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
     )
-    return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
+    low = max(0.0, interval.low)
+    high = min(1.0, interval.high)
+    return f"{100 * interval.value:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
