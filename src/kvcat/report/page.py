@@ -123,6 +123,56 @@ class Section:
         return f"{place}: the primary cell, {chosen}"
 
     @property
+    def verdict(self) -> str:
+        """One sentence on the outcome by the deciding metric, in the cell of the tiles."""
+        if self.results.pairs:
+            return self._comparison_sentence(*self.results.pairs[0])
+        return self._methods_sentence()
+
+    def _comparison_sentence(self, model: str, reference: str) -> str:
+        """How a model compares with a reference."""
+        name = self.results.evaluation.deciding
+        metric = METRICS[name]
+        compared = _at(self.results.pair_rows[model, reference], self.results.cell)
+        compared = compared.set_index("metric")
+        if name not in compared.index:
+            return f"{model} and {reference} cannot be compared by {metric.label}."
+        column = "ratio_figure" if metric.ratio else "figure"
+        figure = compared.loc[name, column]
+        if figure.verdict not in ("better", "worse", "level"):
+            return f"{model} and {reference} cannot be compared by {metric.label}."
+        size = f"{figure.text}{' points' if metric.percent and not metric.ratio else ''}"
+        size = f"{metric.label} {'ratio' if metric.ratio else 'difference'} {size}"
+        size = f"{size} {figure.interval}".strip()
+        if figure.verdict == "level":
+            return f"No difference between {model} and {reference} is shown ({size})."
+        return f"{model} is {figure.verdict} than {reference} ({size})."
+
+    def _methods_sentence(self) -> str:
+        """Which of several methods is best, and which is next; for one method, its figure."""
+        name = self.results.evaluation.deciding
+        metric = METRICS[name]
+        _, keep_ratio, _ = self.results.cell
+        rows = self.results.compressed(self.results.rows)
+        rows = rows[rows["final"] & (rows["metric"] == name)]
+        rows = rows[(rows["keep_ratio"] == keep_ratio) & rows["value"].notna()]
+        rows = rows[rows["model"] == self.results.models[0]]
+        rows = rows.sort_values("value", ascending=metric.lower_is_better)
+        if rows.empty:
+            return ""
+        figures = [
+            f"{row['method']} {row['figure'].text} {row['figure'].interval}".strip()
+            for _, row in rows.iterrows()
+        ]
+        at_size = f"At {keep_label(keep_ratio)} of the slots" if self.results.methods else "Here"
+        extreme = "lowest" if metric.lower_is_better else "highest"
+        if len(figures) == 1:
+            return f"{at_size}, the {metric.label} is {figures[0]}."
+        return (
+            f"{at_size}, the {extreme} {metric.label} is that of {figures[0]}; next {figures[1]}."
+        )
+
+    @property
     def tiles(self) -> list["Tile"]:
         """The tiles at the top: comparisons of the first pair, or the figures of a single model."""
         if not self.results.pairs:
