@@ -25,6 +25,8 @@ for (const frame of document.querySelectorAll("iframe")) {
     broken_images: [...page.images].filter(image => !image.naturalWidth).length,
     dead_links: [...page.querySelectorAll('a[href^="#"]')]
       .map(link => link.getAttribute("href")).filter(name => !page.querySelector(name)),
+    wide_tables: [...page.querySelectorAll(".scroll")]
+      .filter(element => element.scrollWidth > element.clientWidth).length,
     background: page.defaultView.getComputedStyle(page.body).backgroundColor,
   };
 }
@@ -67,7 +69,9 @@ def page(tmp_path_factory):
 
 
 def test_nothing_is_wider_than_the_screen_and_links_and_pictures_work(page, tmp_path):
-    for width, found in measured(page, tmp_path).items():
+    by_width = measured(page, tmp_path)
+    assert by_width["1280"]["wide_tables"] == 0
+    for width, found in by_width.items():
         assert found["overflow"] <= 0, f"at {width} pixels"
         assert found["without_alt"] == found["broken_images"] == 0
         assert found["dead_links"] == []

@@ -92,6 +92,13 @@ class Table:
                 return rank
         return self.frame.shape[1]
 
+    def frames(self, most: int) -> list[pd.DataFrame]:
+        """The columns in tables of at most ``most`` columns of figures, each with all labels."""
+        labels = self.frame.columns[: self.num_labels]
+        figures = self.frame.columns[self.num_labels :]
+        starts = range(0, max(1, len(figures)), most)
+        return [self.frame[[*labels, *figures[start : start + most]]] for start in starts]
+
 
 def summary_figure(row: pd.Series, paper: str = "") -> Figure:
     """The figure in a row of the summary; its metric is a field or the row's name."""

@@ -130,23 +130,29 @@ class Section:
         return self._methods_sentence()
 
     def _comparison_sentence(self, model: str, reference: str) -> str:
-        """How a model compares with a reference."""
-        name = self.results.evaluation.deciding
-        metric = METRICS[name]
+        """How a model compares with a reference: by the deciding metric, then by other ones."""
+        evaluation = self.results.evaluation
         compared = _at(self.results.pair_rows[model, reference], self.results.cell)
         compared = compared.set_index("metric")
-        if name not in compared.index:
-            return f"{model} and {reference} cannot be compared by {metric.label}."
-        column = "ratio_figure" if metric.ratio else "figure"
-        figure = compared.loc[name, column]
-        if figure.verdict not in ("better", "worse", "level"):
-            return f"{model} and {reference} cannot be compared by {metric.label}."
-        size = f"{figure.text}{' points' if metric.percent and not metric.ratio else ''}"
-        size = f"{metric.label} {'ratio' if metric.ratio else 'difference'} {size}"
-        size = f"{size} {figure.interval}".strip()
-        if figure.verdict == "level":
-            return f"No difference between {model} and {reference} is shown ({size})."
-        return f"{model} is {figure.verdict} than {reference} ({size})."
+        deciding = METRICS[evaluation.deciding]
+        column = "ratio_figure" if deciding.ratio else "figure"
+        clauses = []
+        for name in evaluation.metrics[:_NUM_TILES]:
+            if name not in compared.index:
+                continue
+            is_deciding = name == evaluation.deciding
+            figure = compared.loc[name, column if is_deciding else "figure"]
+            if figure.verdict not in ("better", "worse", "level"):
+                continue
+            metric = METRICS[name]
+            clause = f"{metric.long_label or metric.label} {figure.verdict}"
+            if is_deciding:
+                kind = "ratio" if metric.ratio else "difference"
+                clause += f" ({kind} {figure.text} {figure.interval}".strip() + ")"
+            clauses.append(clause)
+        if not clauses:
+            return f"{model} and {reference} cannot be compared."
+        return f"{model} against {reference}: {', '.join(clauses)}."
 
     def _methods_sentence(self) -> str:
         """Which of several methods is best, and which is next; for one method, its figure."""
