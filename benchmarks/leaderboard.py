@@ -54,8 +54,12 @@ def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
     quality = ["--data", *options.data, "--out", str(options.out / "quality")]
     quality += ["--prefix", str(options.prefix), "--windows", str(options.windows)]
     quality += ["--per-document", str(options.per_document), "--half", options.half]
-    quality += ["--seed", str(options.seed), "--ways", WAY, "suffix", "--keep", *keeps]
-    run("quality.py", *shared, *quality, "--methods", *methods)
+    quality += ["--seed", str(options.seed), "--keep", *keeps]
+    learning = [method for method in methods if method.startswith(LEARNING)]
+    others = [method for method in methods if not method.startswith(LEARNING)]
+    for some_methods, way in ((learning, WAY), (others, "suffix")):
+        if some_methods:
+            run("quality.py", *shared, *quality, "--ways", way, "--methods", *some_methods)
     conditions = list(map(condition_of, methods))
     asked = ["--out", str(options.out / "questions.jsonl"), "--keep", *keeps]
     asked += ["--documents", *map(str, options.documents)]
