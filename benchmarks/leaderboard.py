@@ -17,6 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
@@ -42,6 +43,8 @@ METHODS = {
     "streaming": "StreamingLLM",
 }
 """Methods by specification, and their names in words."""
+UNPLOTTED = ("attention-matching,budgets=equal", "tova")
+MARKERS = "osD^vPX<>"
 WAY = "reconstruction"
 KEEPS = (0.05, 0.1, 0.2, 0.4)
 FOLDER = Path(__file__).parent
@@ -152,6 +155,48 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
     return "\n".join(lines)
 
 
+def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], path: Path) -> None:
+    """KL against the slots kept, a panel for each model, with 95 % intervals over documents."""
+    figure, axes = plt.subplots(
+        1,
+        len(labels),
+        figsize=(4.8 * len(labels), 4.6),
+        sharey=True,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axis, label in zip(axes[0], labels, strict=True):
+        of_model = [record for record in quality if record["model"] == label]
+        kl = losses(of_model, list(methods)).set_index("method")
+        for index, (method, name) in enumerate(methods.items()):
+            curve = kl.loc[method].sort_values("keep")
+            below = curve["value"] - curve["low"].clip(lower=curve["value"] / 10)
+            axis.errorbar(
+                100 * curve["keep"] * 1.02 ** (index - len(methods) / 2),  # side by side
+                curve["value"],
+                yerr=[below, curve["high"] - curve["value"]],
+                label=name,
+                color=f"C{index}",
+                marker=MARKERS[index % len(MARKERS)],
+                capsize=2,
+                linewidth=1.2,
+            )
+        axis.set(xscale="log", yscale="log", xlabel="KV slots kept, per cent", title=label)
+        axis.set_xticks([100 * keep for keep in KEEPS], [f"{100 * keep:g}" for keep in KEEPS])
+        axis.minorticks_off()
+        axis.grid(alpha=0.3)
+    axes[0, 0].set_ylabel(
+        "loss of information: KL to the full cache,\nnats per token (lower is better)"
+    )
+    figure.legend(
+        *axes[0, 0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=2,
+        fontsize="small",
+    )
+    figure.savefig(path, dpi=150)
+
+
 def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
     """The whole page."""
     quality = read_jsonl(options.out / "quality" / "records.jsonl")
@@ -203,6 +248,7 @@ def main() -> None:
     parser.add_argument(
         "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="with questions"
     )
+    parser.add_argument("--plot", type=Path, help="picture of KL against the slots kept")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
@@ -212,6 +258,11 @@ def main() -> None:
     methods = METHODS | {method: f"`{method}`" for method in earlier}
     measure(options, list(methods))
     options.page.write_text(page(options, methods), encoding="utf-8")
+    if options.plot:
+        quality = read_jsonl(options.out / "quality" / "records.jsonl")
+        labels = [model.label for model in parse_models(options.model)]
+        shown = {method: name for method, name in METHODS.items() if method not in UNPLOTTED}
+        plot(quality, labels, shown, options.plot)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,12 @@ from kvcat.report import write_report
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
 WIDTHS = (390, 768, 1280)
 MEASURE = """
-const found = {};
+const measures = {};
 for (const frame of document.querySelectorAll("iframe")) {
   const page = frame.contentDocument;
   const root = page.documentElement;
   page.querySelectorAll("details").forEach(element => element.open = true);
-  found[frame.width] = {
+  measures[frame.width] = {
     overflow: root.scrollWidth - root.clientWidth,
     without_alt: [...page.images].filter(image => !image.alt).length,
     broken_images: [...page.images].filter(image => !image.naturalWidth).length,
@@ -30,7 +30,7 @@ for (const frame of document.querySelectorAll("iframe")) {
     background: page.defaultView.getComputedStyle(page.body).backgroundColor,
   };
 }
-document.getElementById("found").textContent = JSON.stringify(found);
+document.getElementById("measures").textContent = JSON.stringify(measures);
 """
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome here")
 
@@ -42,7 +42,7 @@ def measured(page, folder, *options):
     script = f"window.onload = () => {{ {MEASURE} }};"
     wrapper = folder / "wrapper.html"
     wrapper.write_text(
-        f'<!doctype html><meta charset="utf-8"><pre id="found"></pre>{"".join(frames)}'
+        f'<!doctype html><meta charset="utf-8"><pre id="measures"></pre>{"".join(frames)}'
         f"<script>{script}</script>",
         encoding="utf-8",
     )
@@ -55,8 +55,8 @@ def measured(page, folder, *options):
         text=True,
         timeout=120,
     )
-    (found,) = re.findall(r'<pre id="found">(.*?)</pre>', dumped.stdout, flags=re.DOTALL)
-    return json.loads(html.unescape(found))
+    (measures,) = re.findall(r'<pre id="measures">(.*?)</pre>', dumped.stdout, flags=re.DOTALL)
+    return json.loads(html.unescape(measures))
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +71,10 @@ def page(tmp_path_factory):
 def test_nothing_is_wider_than_the_screen_and_links_and_pictures_work(page, tmp_path):
     by_width = measured(page, tmp_path)
     assert by_width["1280"]["wide_tables"] == 0
-    for width, found in by_width.items():
-        assert found["overflow"] <= 0, f"at {width} pixels"
-        assert found["without_alt"] == found["broken_images"] == 0
-        assert found["dead_links"] == []
+    for width, measures in by_width.items():
+        assert measures["overflow"] <= 0, f"at {width} pixels"
+        assert measures["without_alt"] == measures["broken_images"] == 0
+        assert measures["dead_links"] == []
 
 
 def test_the_page_is_dark_where_the_reader_prefers_that(page, tmp_path):
