@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         attention,
         cache,
         compress,
+        corpus,
         data,
         evals,
         losses,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
         replay,
         trace,
     )
+    from kvcat.corpus import Store
     from kvcat.errors import InputError
     from kvcat.models import load
     from kvcat.training import TrainConfig
@@ -50,12 +52,14 @@ __all__ = [
     "Eviction",
     "GradientCompression",
     "InputError",
+    "Store",
     "Trace",
     "TrainConfig",
     "attention",
     "cache",
     "compare",
     "compress",
+    "corpus",
     "data",
     "document_trace",
     "evals",
@@ -80,6 +84,7 @@ _HOME = {
     "Eviction": "compress",
     "GradientCompression": "compress",
     "InputError": "errors",
+    "Store": "corpus",
     "Trace": "compress",
     "TrainConfig": "training",
     "compare": "compress",

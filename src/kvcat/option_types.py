@@ -49,6 +49,7 @@ Fractions = tyro.conf.UseAppendAction[tuple[tuple[Fraction, ...], ...]]
 Counts = tyro.conf.UseAppendAction[tuple[tuple[Count, ...], ...]]
 Seeds = tyro.conf.UseAppendAction[tuple[tuple[Seed, ...], ...]]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
+OutputAddress = Annotated[str, tyro.conf.arg(aliases=["-o"])]
 Model = Annotated[
     str,
     tyro.conf.arg(

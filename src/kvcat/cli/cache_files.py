@@ -5,14 +5,45 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from kvcat.cli import early
 from kvcat.cli import options as opt
+from kvcat.errors import InputError
 from kvcat.files import check_new_folder
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
 
 
+def check_cache_choice(cache: Path | None, store: str | None, id: str | None) -> None:
+    """Reject options that do not name one cache, before any work."""
+    if (cache is None) == (store is None):
+        raise InputError("give either --cache FILE, or --store STORE and --id ID")
+    if (store is None) != (id is None):
+        raise InputError("--store and --id belong together")
+    if cache is not None:
+        early.check_file(cache, "cache file")
+
+
+def chosen_cache(cache: Path | None, store: str | None, id: str | None) -> "CompactCache":
+    """The cache in a file, or that of a document in a store."""
+    if store is not None and id is not None:
+        from kvcat.corpus import Store
+
+        return Store(store)[id]
+    if cache is None:
+        raise InputError("give --cache FILE")
+    from kvcat.cache import CompactCache
+
+    return CompactCache.load(cache)
+
+
 def model_and_cache(
-    model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
+    model: str,
+    file: Path | None,
+    *,
+    device: str,
+    dtype: str | None = None,
+    tokenizer: bool = True,
+    store: str | None = None,
+    id: str | None = None,
 ) -> tuple[Any, Any, "CompactCache"]:
     """The model, the tokenizer and the cache, on one device.
 
@@ -20,7 +51,7 @@ def model_and_cache(
     """
     import kvcat
 
-    compact = kvcat.CompactCache.load(file)
+    compact = chosen_cache(file, store, id)
     cache_dtype = str(compact.dtype).removeprefix("torch.")
     loaded, loaded_tokenizer = kvcat.load(
         model, dtype=dtype or cache_dtype, device=device, tokenizer=tokenizer
@@ -121,19 +152,38 @@ def _numbers(cache: "CompactCache") -> str:
     return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
 
 
-def info(file: Path, /) -> None:
-    """Describe a cache file without loading a model: slots, bytes saved, method, model.
+def info(file: str, /, id: str | None = None) -> None:
+    """Describe a cache file or a store without loading a model: slots, bytes saved, method, model.
 
     Example: kvcat info report.safetensors
 
     Args:
-        file: Cache file that `kvcat compress` wrote.
+        file: Cache file that `kvcat compress` wrote, or a store of `kvcat compress --corpus`.
+        id: Document of the store to describe.
     """
-    early.check_file(file, "cache file")
+    is_store = "://" in file or Path(file).expanduser().is_dir()
+    if id is not None and not is_store:
+        raise InputError(f"--id needs a store, and {file} is none")
+    if is_store and id is None:
+        from kvcat.cli.corpus import store_facts
+        from kvcat.corpus import Store
 
-    from kvcat.cache import CompactCache
+        _print_rows(store_facts(Store(file)))
+    elif is_store:
+        _print_rows(_cache_facts(chosen_cache(None, file, id)))
+    else:
+        early.check_file(Path(file), "cache file")
+        _print_rows(_cache_facts(chosen_cache(Path(file), None, None)))
 
-    cache = CompactCache.load(file)
+
+def _print_rows(rows: dict[str, str]) -> None:
+    width = max(15, *map(len, rows))
+    for name, text in rows.items():
+        print(f"{name:<{width}} {text}")
+
+
+def _cache_facts(cache: "CompactCache") -> dict[str, str]:
+    """What ``kvcat info`` shows about a cache, by name."""
     keys = cache.layers[0].head(0, 0)[0]
     item_size = keys.itemsize if cache.bits is None else 2
     num_tokens = cache.num_tokens
@@ -145,7 +195,7 @@ def info(file: Path, /) -> None:
     model = settings.pop("model", "unknown")
     for size in ("num_slots", "mean_slots", "bits"):  # which other rows show
         settings.pop(size, None)
-    rows = {
+    return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
         f"({cache.mean_slots / num_tokens:.1%} kept), at most {cache.max_slots}",
         "shape": f"{cache.batch_size} examples, {len(counts)} layers, {counts[0].shape[1]} KV "
@@ -160,5 +210,3 @@ def info(file: Path, /) -> None:
             f"{layer_counts.double().mean():.4g}" for layer_counts in counts
         ),
     }
-    for name, text in rows.items():
-        print(f"{name:<16}{text}")

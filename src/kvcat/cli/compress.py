@@ -1,4 +1,4 @@
-"""The command ``kvcat compress``: the compact cache of a document, as a file."""
+"""The command ``kvcat compress``: the compact cache of a document as a file, or a corpus's store."""
 
 import dataclasses
 import hashlib
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvcat.cli import early
 from kvcat.cli import options as opt
+from kvcat.cli.corpus import compress_to_store
 from kvcat.errors import InputError
 from kvcat.files import read_text
 from kvcat.options import parse_spec
@@ -20,8 +21,9 @@ if TYPE_CHECKING:
 def compress(
     model: opt.Model,
     /,
-    text: Path,
-    output: opt.Output,
+    output: opt.OutputAddress,
+    text: Path | None = None,
+    corpus: str | None = None,
     method: str = "attention-matching",
     keep: opt.Fraction | None = None,
     slots: opt.Count | None = None,
@@ -37,18 +39,31 @@ def compress(
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype = "float32",
+    text_column: str | None = None,
+    id_column: str | None = None,
+    check: bool = False,
+    shard: str | None = None,
+    ray: str | None = None,
+    workers: opt.Count | None = None,
 ) -> None:
     """Compress the KV cache of a document; `kvcat generate` then answers any number of prompts.
 
     Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
+
+    With --corpus, all documents of a corpus are compressed into a store; the model is loaded once.
+    The same command continues a stopped run, and makes documents whose text changed again.
+
+    Example: kvcat compress ./my-model --corpus articles.parquet --keep 0.1 -o store
 
     For an engine that needs the same number of slots in every head, use --method
     attention-matching,budgets=equal. For many questions on one document, use --method
     gradient,init=attention-matching,num_steps=50: it is slower and more accurate.
 
     Args:
+        output: Cache file to write (.safetensors); with --corpus a folder or an address such as
+            s3://bucket/store.
         text: Text file (UTF-8) with the document.
-        output: Cache file to write (.safetensors).
+        corpus: Instead of --text: a folder of text files, a .jsonl or .parquet file, or hub:NAME.
         method: NAME or NAME,option=value,...; docs/compress.md lists names and options.
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
         slots: Instead of --keep: number of slots per layer and head.
@@ -60,7 +75,66 @@ def compress(
             16 or, with --bytes and --mb, as few as are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Tokens of prompt and answer; only for length-dependent rotary factors (LongRoPE).
+        text_column: Column of a corpus that holds the texts; by default text.
+        id_column: Column of a corpus that holds the ids of the documents; by default id.
+        check: Measure every document's KL on held-out positions; about doubles the time.
+        shard: RANK/COUNT, to make one of COUNT parts of a corpus; processes share the store.
+        ray: Compress the corpus on a Ray cluster: its address, or auto.
+        workers: Most Ray workers at a time; by default as many as the cluster has devices.
     """
+    if corpus is not None:
+        compress_to_store(
+            model, output, corpus, text=text, method=method, keep=keep, slots=slots, bits=bits,
+            unsupported={"--max-kl": max_kl, "--bytes": bytes, "--mb": mb,
+                         "--overwrite": overwrite or None},
+            supervision=supervision, chat=chat, allow_special=allow_special, room=room, seed=seed,
+            device=device, dtype=dtype, text_column=text_column, id_column=id_column, check=check,
+            shard=shard, ray=ray, workers=workers,
+        )  # fmt: skip
+        return
+    corpus_options = {
+        "--text-column": text_column,
+        "--id-column": id_column,
+        "--check": check or None,
+        "--shard": shard,
+        "--ray": ray,
+        "--workers": workers,
+    }
+    for name, value in corpus_options.items():
+        if value is not None:
+            raise InputError(f"{name} needs --corpus")
+    if text is None:
+        raise InputError("missing --text or --corpus (see kvcat compress --help)")
+    _compress_text(
+        model, Path(output), text, method=method, keep=keep, slots=slots, max_kl=max_kl,
+        bytes=bytes, mb=mb, bits=bits, supervision=supervision, chat=chat,
+        allow_special=allow_special, room=room, overwrite=overwrite, seed=seed, device=device,
+        dtype=dtype,
+    )  # fmt: skip
+
+
+def _compress_text(
+    model: str,
+    output: Path,
+    text: Path,
+    *,
+    method: str,
+    keep: float | None,
+    slots: int | None,
+    max_kl: float | None,
+    bytes: int | None,
+    mb: float | None,
+    bits: str,
+    supervision: str,
+    chat: bool,
+    allow_special: bool,
+    room: int | None,
+    overwrite: bool,
+    seed: int,
+    device: str,
+    dtype: str,
+) -> None:
+    """Write the cache of one document."""
     num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, bytes, mb))
     if num_budgets > 1:
         raise InputError("give one of --keep, --slots, --max-kl, --bytes and --mb")

@@ -18,7 +18,7 @@ from kvcat.types import Int, Tensor
 
 __all__ = [
     "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "question_ids", "reconstruction",
-    "reconstruction_of_tokens",
+    "reconstruction_of_tokens", "sequence_trace",
 ]  # fmt: skip
 
 INSTRUCTION = (
@@ -135,6 +135,19 @@ def document_trace(
             f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}"
         )
     sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
+    return sequence_trace(model, sequence, supervision=supervision, room=room)
+
+
+def sequence_trace(
+    model: PreTrainedModel,
+    sequence: Reconstruction,
+    *,
+    supervision: str = "reconstruction",
+    room: int | None = None,
+) -> Trace:
+    """The trace of one or several documents of equal length as token ids; else as
+    ``document_trace``.
+    """
     ids = sequence.input_ids.to(model.device)
     if supervision == "self":
         document = ids[:, : sequence.prefix_len]

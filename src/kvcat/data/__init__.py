@@ -1,6 +1,6 @@
 """Documents and tokens: sources of text, held-out splits, and batches."""
 
-from kvcat.data.documents import Document, open_documents
+from kvcat.data.documents import Document, SourceFile, open_documents, open_rows, open_source, row_columns
 from kvcat.data.packing import Encoder, pack
 from kvcat.data.split import Split, hash_order, name_seed, split_documents, split_of
 from kvcat.data.streams import TokenData, TokenLoader, merge_states, open_tokens
@@ -9,6 +9,7 @@ from kvcat.data.token_files import prepare
 __all__ = [
     "Document",
     "Encoder",
+    "SourceFile",
     "Split",
     "TokenData",
     "TokenLoader",
@@ -16,9 +17,12 @@ __all__ = [
     "merge_states",
     "name_seed",
     "open_documents",
+    "open_rows",
+    "open_source",
     "open_tokens",
     "pack",
     "prepare",
+    "row_columns",
     "split_documents",
     "split_of",
 ]

@@ -83,6 +83,7 @@ class SourceFile:
     url: str  # a path, or a URL that fsspec opens
     kind: str  # parquet, jsonl, text or python
     text_field: str = "text"  # column of a table
+    id_field: str = "id"  # column of a table that names its documents
 
 
 @dataclass(frozen=True)
@@ -151,13 +152,24 @@ def read_documents(
             text = Path(file.url).read_text(encoding="utf-8-sig", errors="replace")
             yield 0, Document(file.name, text)
         return
+    for row, values in open_rows(file, start, stripe):
+        document = _document(values, row, file)
+        if document is not None:
+            yield row, document
+
+
+def open_rows(
+    file: SourceFile, start: int = 0, stripe: Stripe = WHOLE_FILE
+) -> Iterator[tuple[int, dict[str, Any] | bytes]]:
+    """The rows of one stripe of a file, starting at a row: numbers, with columns or a JSON line.
+
+    Raises:
+        InputError: a file that cannot be read.
+    """
     compression = None if file.kind == "parquet" else "infer"
     try:
         with fsspec.open(file.url, "rb", compression=compression) as raw:
-            for row, values in _rows(raw, file, start, stripe):
-                document = _document(values, row, file)
-                if document is not None:
-                    yield row, document
+            yield from _rows(raw, file, start, stripe)
     except InputError:
         raise
     except Exception as error:  # clients of the network and decompressors raise anything
@@ -187,7 +199,7 @@ def _parquet_rows(
     """The rows of one stripe of an open parquet file, from the row group of ``start`` on."""
     with parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
         has_text = file.text_field in table.schema_arrow.names
-        columns = [file.text_field, "id"] if has_text else None
+        columns = [file.text_field, file.id_field] if has_text else None
         is_striped_by_group = stripe.count <= table.num_row_groups
         end = 0
         for group in range(table.num_row_groups):
@@ -251,18 +263,30 @@ def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
         start = end
 
 
+def row_columns(
+    values: dict[str, Any] | bytes, row: int, file: SourceFile
+) -> tuple[dict[str, Any], bool]:
+    """The columns of a row, and whether bytes that are not UTF-8 became U+FFFD.
+
+    Raises:
+        InputError: a line that is no JSON object.
+    """
+    if isinstance(values, dict):
+        return values, False
+    where = f"row {row} of {file.url}"
+    try:
+        columns, is_damaged = _json_value(values)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{where} is not JSON: {error}") from None
+    if not isinstance(columns, dict):
+        raise InputError(f"{where} is no JSON object")
+    return columns, is_damaged
+
+
 def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Document | None:
     """The document of a row, which is a JSON line or has columns; None: the row has no text."""
     where = f"row {row} of {file.url}"
-    columns: Any = values
-    is_damaged = False
-    if isinstance(values, bytes):
-        try:
-            columns, is_damaged = _json_value(values)
-        except ValueError as error:
-            raise InputError(f"{where} is not JSON: {error}") from None
-    if not isinstance(columns, dict):
-        raise InputError(f"{where} is no JSON object")
+    columns, is_damaged = row_columns(values, row, file)
     if file.text_field not in columns:
         names = ", ".join(columns)
         raise InputError(f"{where} has no column {file.text_field!r}; its columns: {names}")
@@ -276,7 +300,7 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
         kind = type(text).__name__
         raise InputError(f"column {file.text_field!r} of {file.url} holds {kind}, not text")
     text = text.removeprefix("\ufeff")  # a byte order mark is no part of the text
-    name = str(columns.get("id") or f"{file.name}#{row}")
+    name = str(columns.get(file.id_field) or f"{file.name}#{row}")
     document = Document(repaired(name), repaired(text))
     if is_damaged or document.text != text:
         _report_damage(where, file.url)

@@ -1,0 +1,24 @@
+"""Many documents: a store of their caches, and the runs that fill it.
+
+corpus -> batches of equal length -> caches in a store, rows in its manifest
+"""
+
+from kvcat.corpus.compressor import CorpusCompressor
+from kvcat.corpus.manifest import Row
+from kvcat.corpus.run import CorpusResult, compress_corpus
+from kvcat.corpus.settings import CorpusSettings
+from kvcat.corpus.sources import CorpusDocument, corpus_files, read_corpus
+from kvcat.corpus.store import Store, check_store
+
+__all__ = [
+    "CorpusCompressor",
+    "CorpusDocument",
+    "CorpusResult",
+    "CorpusSettings",
+    "Row",
+    "Store",
+    "check_store",
+    "compress_corpus",
+    "corpus_files",
+    "read_corpus",
+]

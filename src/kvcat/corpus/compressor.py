@@ -1,0 +1,209 @@
+"""Batches of documents to caches in a store: the same code in a process, a rank or a Ray actor."""
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcat.cache import CompactCache, document_digest, fingerprint
+from kvcat.compress import (
+    Compressor,
+    Reconstruction,
+    Trace,
+    reconstruction,
+    seeded_compressor,
+    split_supervision,
+    supervised_kl,
+)
+from kvcat.compress.documents import sequence_trace
+from kvcat.compress.trace import slot_facts
+from kvcat.corpus.manifest import Row, cache_file
+from kvcat.corpus.settings import CorpusSettings
+from kvcat.corpus.sources import CorpusDocument
+from kvcat.corpus.storage import Storage
+from kvcat.corpus.store import CHECKSUM_ENTRY
+from kvcat.errors import InputError
+from kvcat.models import model_name
+from kvcat.options import parse_spec
+
+HELD_OUT = 0.25
+"""Fraction of the supervising positions, the last ones, at which ``check`` measures the KL."""
+
+
+@dataclass(frozen=True)
+class EncodedDocument:
+    """A document as token ids.
+
+    Args:
+        document: the document.
+        sequence: its token ids, on the CPU; None if there is a problem.
+        problem: why it cannot be encoded.
+        is_made: whether the store has its cache, so that it only completes a batch.
+    """
+
+    document: CorpusDocument
+    sequence: Reconstruction | None = None
+    problem: str | None = None
+    is_made: bool = False
+
+    @property
+    def lengths(self) -> tuple[int, int, int]:
+        """The lengths by which documents are sorted; equal for documents that fit in one batch."""
+        if self.sequence is None:
+            return (0, 0, 0)
+        num_tokens = self.sequence.input_ids.shape[1]
+        return (num_tokens, self.sequence.prefix_len, self.sequence.supervision_start)
+
+
+def encode_document(
+    document: CorpusDocument, tokenizer: PreTrainedTokenizerBase, settings: CorpusSettings
+) -> EncodedDocument:
+    """The document as token ids, or why that is not possible."""
+    if document.problem is not None:
+        return EncodedDocument(document, problem=document.problem)
+    if not document.text.strip():
+        return EncodedDocument(document, problem="the document is empty")
+    try:
+        sequence = reconstruction(
+            tokenizer,
+            document.text,
+            chat=settings.chat,
+            allow_special=settings.allow_special,
+        )
+    except InputError as error:
+        return EncodedDocument(document, problem=str(error))
+    return EncodedDocument(document, sequence)
+
+
+class CorpusCompressor:
+    """Makes the caches of batches of documents and saves them in a store.
+
+    Args:
+        model, tokenizer: the ones that will answer.
+        settings: how caches are made.
+        storage: files of the store.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        settings: CorpusSettings,
+        storage: Storage,
+    ) -> None:
+        self.model = model
+        self.tokenizer = tokenizer
+        self.settings = settings
+        self.storage = storage
+        self._compressor = _make_compressor(settings)
+        self._about = {
+            "method": settings.method,
+            "model": model_name(model),
+            "fingerprint": fingerprint(model),
+        }
+
+    def __call__(self, batch: Sequence[EncodedDocument]) -> list[Row]:
+        """The rows of documents of equal length whose caches this call saved in the store.
+
+        A document that cannot be compressed has a row with the reason; the others are compressed
+        without it.
+
+        Raises:
+            InputError, OSError: a cache cannot be saved.
+        """
+        start = time.monotonic()
+        usable = [encoded for encoded in batch if encoded.sequence is not None]
+        if not usable:
+            return [self._failed(encoded, encoded.problem or "") for encoded in batch]
+        try:
+            caches = list(self._caches(usable))
+        except (InputError, torch.OutOfMemoryError) as error:
+            if len(usable) > 1:
+                return [row for encoded in usable for row in self([encoded])]
+            return [self._failed(encoded, _reason(error)) for encoded in usable]
+        missing = []
+        for encoded, (cache, kl) in zip(usable, caches, strict=True):
+            if not encoded.is_made:
+                self.storage.save_cache(cache_file(encoded.document.id), cache)
+                missing.append((encoded.document, cache, kl))
+        seconds = (time.monotonic() - start) / max(1, len(missing))
+        return [self._row(document, cache, kl, seconds) for document, cache, kl in missing]
+
+    def _caches(
+        self, batch: Sequence[EncodedDocument]
+    ) -> Iterator[tuple[CompactCache, float | None]]:
+        """The cache of every document with its KL on held-out positions, if that is measured."""
+        sequences = [encoded.sequence for encoded in batch if encoded.sequence is not None]
+        input_ids = torch.cat([sequence.input_ids for sequence in sequences])
+        trace = sequence_trace(
+            self.model,
+            replace(sequences[0], input_ids=input_ids),
+            supervision=self.settings.supervision,
+            room=self.settings.room,
+        )
+        together = self._compress(trace).to("cpu")
+        kls = self._held_out_kls(trace) if self.settings.check else [None] * len(batch)
+        for index, encoded in enumerate(batch):
+            cache = together.select([index])
+            facts = {
+                **cache.metadata,
+                **slot_facts(cache),
+                "document": document_digest(input_ids[index : index + 1, : trace.prefix_len]),
+                "id": encoded.document.id,
+                CHECKSUM_ENTRY: encoded.document.checksum,
+            }
+            if "keep_ratio" in facts:
+                facts["keep_ratio"] = f"{cache.mean_slots / trace.prefix_len:.6g}"
+            yield replace(cache, metadata=facts), kls[index]
+
+    def _compress(self, trace: Trace) -> CompactCache:
+        settings = self.settings
+        return self._compressor(
+            trace, keep_ratio=settings.keep_ratio, num_slots=settings.num_slots
+        )
+
+    def _held_out_kls(self, trace: Trace) -> list[float | None]:
+        """KL(dense || compact) per document at the last quarter of the supervising positions.
+
+        It is measured with another cache of the same size, which is fitted without them.
+        """
+        fitted, held_out = split_supervision(trace, HELD_OUT)
+        return supervised_kl(held_out, self._compress(fitted)).tolist()
+
+    def _row(
+        self, document: CorpusDocument, cache: CompactCache, kl: float | None, seconds: float
+    ) -> Row:
+        return Row(
+            id=document.id,
+            checksum=document.checksum,
+            tokens=cache.num_tokens,
+            slots=cache.mean_slots,
+            bytes=cache.nbytes,
+            kl=kl,
+            seconds=seconds,
+            file=cache_file(document.id),
+            error=None,
+            finished=time.time(),
+            **self._about,
+        )
+
+    def _failed(self, encoded: EncodedDocument, error: str) -> Row:
+        document = encoded.document
+        return Row.failed(document.id, document.checksum, error, self._about)
+
+
+def _make_compressor(settings: CorpusSettings) -> Compressor:
+    """The compressor of a store, with its bits and seed."""
+    name, options = parse_spec(settings.method)
+    if settings.bits is not None:
+        options["bits"] = settings.bits
+    return seeded_compressor(name, options, settings.seed)
+
+
+def _reason(error: Exception) -> str:
+    """Why a document has no cache, on one line."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "the device has not enough memory for the document"
+    return str(error)

@@ -1,0 +1,147 @@
+"""The rows of a store's manifest, and the logs from which it is made."""
+
+import hashlib
+import io
+import json
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+import pyarrow
+from pyarrow import parquet
+
+from kvcat.corpus.storage import Storage
+from kvcat.errors import InputError, one_line
+
+MANIFEST = "manifest.parquet"
+JOURNAL = "journal"
+CACHES = "caches"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One document of a store.
+
+    Args:
+        id: name of the document.
+        checksum: hash of its text.
+        tokens: tokens of the document; None if there is no cache, as for the next ones.
+        slots: slots per layer and head on average.
+        bytes: size of the cache in memory.
+        kl: KL(dense || compact) on held-out positions, nats per token; None if not measured.
+        seconds: time that the cache cost.
+        method: method with its options.
+        model: name of the model.
+        fingerprint: fingerprint of the model.
+        file: name of the cache file in the store.
+        error: why there is no cache; None if there is one.
+        finished: seconds since 1970.
+    """
+
+    id: str
+    checksum: str
+    tokens: int | None
+    slots: float | None
+    bytes: int | None
+    kl: float | None
+    seconds: float
+    method: str
+    model: str
+    fingerprint: str
+    file: str | None
+    error: str | None
+    finished: float
+
+    @classmethod
+    def failed(cls, id: str, checksum: str, error: str, about: Mapping[str, str]) -> "Row":
+        """The row of a document without a cache."""
+        nothing = dict.fromkeys(("tokens", "slots", "bytes", "kl", "file"))
+        return cls(
+            id=id, checksum=checksum, seconds=0.0, error=error, finished=time.time(),
+            **about, **nothing,
+        )  # fmt: skip
+
+    def record(self) -> dict[str, Any]:
+        """The row as JSON values."""
+        return asdict(self)
+
+
+SCHEMA = pyarrow.schema(
+    [
+        ("id", pyarrow.string()),
+        ("checksum", pyarrow.string()),
+        ("tokens", pyarrow.int64()),
+        ("slots", pyarrow.float64()),
+        ("bytes", pyarrow.int64()),
+        ("kl", pyarrow.float64()),
+        ("seconds", pyarrow.float64()),
+        ("method", pyarrow.string()),
+        ("model", pyarrow.string()),
+        ("fingerprint", pyarrow.string()),
+        ("file", pyarrow.string()),
+        ("error", pyarrow.string()),
+        ("finished", pyarrow.float64()),
+    ]
+)
+"""The columns of ``manifest.parquet``, in the order of ``Row``."""
+
+
+def cache_file(id: str) -> str:
+    """The name of a document's cache file in its store: a hash, so that any id is safe."""
+    digest = hashlib.sha256(id.encode()).hexdigest()
+    return f"{CACHES}/{digest[:2]}/{digest[2:42]}.safetensors"
+
+
+def read_rows(storage: Storage) -> dict[str, Row]:
+    """The last row of every document, by id: from the manifest, and from logs of unfinished runs.
+
+    Raises:
+        InputError: a damaged manifest or log.
+    """
+    rows = []
+    # logs first: one that disappears now is in the manifest by then
+    for name in storage.names(JOURNAL):
+        rows += journal_rows(storage, name)
+    return merged([*_manifest_rows(storage), *rows])
+
+
+def merged(rows: Iterable[Row]) -> dict[str, Row]:
+    """The row of every document that was finished last, by id."""
+    return {row.id: row for row in sorted(rows, key=lambda row: row.finished)}
+
+
+def write_manifest(storage: Storage, rows: Iterable[Row]) -> None:
+    """Write the manifest, ordered by id."""
+    ordered = sorted(rows, key=lambda row: row.id)
+    table = pyarrow.Table.from_pylist([row.record() for row in ordered], schema=SCHEMA)
+    buffer = io.BytesIO()
+    parquet.write_table(table, buffer)
+    storage.write(MANIFEST, buffer.getvalue())
+
+
+def _manifest_rows(storage: Storage) -> list[Row]:
+    content = storage.read(MANIFEST)
+    if content is None:
+        return []
+    names = [field.name for field in fields(Row)]
+    try:
+        records = parquet.read_table(io.BytesIO(content), columns=names).to_pylist()
+        return [Row(**record) for record in records]
+    except (pyarrow.ArrowException, TypeError, OSError) as error:
+        raise InputError(
+            f"{storage.address}/{MANIFEST} is damaged: {one_line(error)}"
+        ) from None
+
+
+def journal_rows(storage: Storage, name: str) -> list[Row]:
+    """The rows of a log; a last line that a kill left incomplete is skipped."""
+    rows = []
+    for line in (storage.read(name) or b"").split(b"\n")[:-1]:
+        try:
+            rows.append(Row(**json.loads(line)))
+        except (ValueError, TypeError) as error:
+            raise InputError(
+                f"{storage.address}/{name} is damaged: {line[:80]!r} is no row: {one_line(error)}"
+            ) from None
+    return rows

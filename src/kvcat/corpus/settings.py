@@ -1,0 +1,92 @@
+"""The settings with which every cache of a store is made."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, get_args
+
+from kvcat.choices import DocumentSupervision
+from kvcat.errors import InputError, check_least
+from kvcat.options import parse_spec
+
+DEFAULT_KEEP = 0.1
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorpusSettings:
+    """How the caches of a store are made; a store has one such setting and one model.
+
+    Args:
+        method: NAME or NAME,option=value,... as ``make_compressor`` reads it.
+        keep_ratio: fraction of the slots to keep, in (0, 1]; 0.1 if no number of slots is named.
+        num_slots: instead, slots per layer and head on average, at least 1.
+        bits: bits of keys and values in packed codes ("8", "4", "8/4"); None: ordinary numbers.
+        supervision: as in ``document_trace``.
+        chat: documents open a user's turn in the tokenizer's chat template.
+        allow_special: text that spells a control token becomes that token.
+        room: tokens of question and answer, for rotary factors that depend on the length.
+        seed: of randomised methods.
+        check: measure each document's KL on held-out positions (``CorpusCompressor``).
+
+    Raises:
+        InputError: a value that is not valid.
+    """
+
+    method: str = "attention-matching"
+    keep_ratio: float | None = None
+    num_slots: int | None = None
+    bits: str | None = None
+    supervision: str = "reconstruction"
+    chat: bool = False
+    allow_special: bool = False
+    room: int | None = None
+    seed: int = 0
+    check: bool = False
+
+    def __post_init__(self) -> None:
+        if self.keep_ratio is not None and self.num_slots is not None:
+            raise InputError("give one of keep_ratio and num_slots")
+        if self.keep_ratio is None and self.num_slots is None:
+            object.__setattr__(self, "keep_ratio", DEFAULT_KEEP)
+        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+            raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
+        if self.num_slots is not None:
+            check_least(1, num_slots=self.num_slots)
+        if self.supervision not in get_args(DocumentSupervision):
+            choices = ", ".join(get_args(DocumentSupervision))
+            raise InputError(f"supervision must be one of {choices}, not {self.supervision!r}")
+        name, options = parse_spec(self.method)
+        if self.bits is not None and "bits" in options:
+            raise InputError(f"bits {self.bits} and the bits of {self.method}: give one of them")
+        if self.supervision == "self" and (self.check or name == "gradient"):
+            what = "check" if self.check else name
+            raise InputError(
+                f"{what} needs supervision reconstruction: the document alone leaves nothing to "
+                "predict"
+            )
+
+    def record(self) -> dict[str, Any]:
+        """The settings as JSON values by name."""
+        return asdict(self)
+
+
+def check_same(address: str, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    """Raise an ``InputError`` that names the first setting in which a store differs.
+
+    Args:
+        address: of the store.
+        recorded: settings of the store.
+        wanted: settings to compare; a "fingerprint" among them decides about the model, whose name
+            does not count.
+    """
+    for name, value in wanted.items():
+        if name == "model" or recorded.get(name) == value:
+            continue
+        known = recorded.get(name)
+        if name == "fingerprint":
+            name = "model"
+            known = f"{recorded.get('model')} ({str(known)[:12]})"
+            value = f"{wanted.get('model')} ({str(value)[:12]})"
+        raise InputError(
+            f"store {address} was made with {name} {known}, not {value}: choose another store, or "
+            "the same setting"
+        )

@@ -1,0 +1,119 @@
+"""The documents of a corpus: text files of a folder, rows of tables, data sets of the Hub."""
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from kvcat.data import SourceFile, open_rows, open_source, row_columns
+from kvcat.errors import InputError, one_line
+from kvcat.hub import HUB_PREFIX
+from kvcat.tokenization import repaired
+
+
+@dataclass(frozen=True)
+class CorpusDocument:
+    """A document of a corpus, or the reason why a file or row holds none.
+
+    Args:
+        id: name of the document, unique in its corpus.
+        text: the document; empty if there is a problem.
+        problem: why the document has no text; None if it has one.
+    """
+
+    id: str
+    text: str = ""
+    problem: str | None = None
+
+    @cached_property
+    def checksum(self) -> str:
+        """A hash of the text: a document with another text has another checksum."""
+        content = self.text if self.problem is None else f"{self.problem}\0"
+        return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+def corpus_files(
+    source: str, *, text_column: str = "text", id_column: str = "id", store: str = ""
+) -> Sequence[SourceFile]:
+    """The files of a corpus; none is read yet.
+
+    Args:
+        source: a folder of text files, ``.jsonl`` or ``.parquet`` files; one such file; or
+            ``hub:NAME[/CONFIG][@SPLIT]``.
+        text_column, id_column: columns of a table.
+        store: address of the store that will hold the caches, which must not be in the folder.
+
+    Raises:
+        InputError: no such source, or no connection to the Hub (within seconds).
+    """
+    if source == "installed" or source.startswith("stream:"):
+        raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
+    if not source.startswith(HUB_PREFIX) and store and "://" not in store:
+        folder = Path(source).expanduser().resolve()
+        if Path(store).expanduser().resolve().is_relative_to(folder):
+            raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
+    files = open_source(source).files
+    return [replace(file, text_field=text_column, id_field=id_column) for file in files]
+
+
+def read_corpus(files: Iterable[SourceFile]) -> Iterator[CorpusDocument]:
+    """The documents of the files, in order.
+
+    A text file is one document, named by its path in the folder. A row of a table is one document,
+    named by its id column, or by the file and the number of the row if it has none.
+
+    Raises:
+        InputError: a table that cannot be read, or that lacks the text column.
+    """
+    for file in files:
+        if file.kind == "text":
+            yield _text_document(file)
+            continue
+        for row, values in open_rows(file):
+            yield _row_document(values, row, file)
+
+
+def _text_document(file: SourceFile) -> CorpusDocument:
+    """The document in a text file."""
+    name = repaired(file.name)
+    try:
+        with fsspec.open(file.url, "rb") as raw:
+            data: bytes = raw.read()  # pyright: ignore[reportAttributeAccessIssue]
+    except Exception as error:  # clients of the network raise anything
+        return CorpusDocument(name, problem=f"the file cannot be read: {one_line(error)}")
+    if b"\0" in data:
+        return CorpusDocument(name, problem="the file is not text: it has a zero byte")
+    try:
+        return CorpusDocument(name, data.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        return CorpusDocument(
+            name, problem=f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
+        )
+
+
+def _row_document(
+    values: dict[str, Any] | bytes, row: int, file: SourceFile
+) -> CorpusDocument:
+    """The document in a row of a table."""
+    default_id = f"{file.name}#{row}"
+    try:
+        columns, _ = row_columns(values, row, file)
+    except InputError as error:
+        return CorpusDocument(repaired(default_id), problem=str(error))
+    recorded_id = columns.get(file.id_field)
+    has_id = recorded_id is not None and recorded_id != ""
+    name = repaired(str(recorded_id) if has_id else default_id)
+    if file.text_field not in columns:
+        reason = f"row {row} has no column {file.text_field!r}; its columns: {', '.join(columns)}"
+        if file.kind == "parquet":  # no row of the table has it
+            raise InputError(f"{file.url}: {reason}")
+        return CorpusDocument(name, problem=reason)
+    text = columns[file.text_field]
+    if not isinstance(text, str):
+        kind = "nothing" if text is None else type(text).__name__
+        return CorpusDocument(name, problem=f"column {file.text_field!r} holds {kind}, not text")
+    return CorpusDocument(name, repaired(text.removeprefix("\ufeff")))

@@ -1,0 +1,294 @@
+"""Where a store keeps its files: a folder, or an address that fsspec opens (``s3://``, ...)."""
+
+import json
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from kvcat.cache import CompactCache
+from kvcat.errors import InputError, one_line
+from kvcat.files import append_jsonl, atomic_write, make_folder, one_writer, remove_partial
+
+WRITER_LOCK = ".kvcat.lock"
+_SHARD_LOCKS = ".kvcat-shard-*.lock"
+_SECONDS_TO_START = 30.0  # that a shard waits while other shards start
+
+
+class Storage(ABC):
+    """Files by name below one address; every file is written whole or not at all."""
+
+    address: str
+
+    @abstractmethod
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if it does not exist."""
+
+    @abstractmethod
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, or replace it."""
+
+    @abstractmethod
+    def append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Add records to a log of JSON lines; remote logs are files NAME.0, NAME.1, ..."""
+
+    @abstractmethod
+    def names(self, folder: str) -> list[str]:
+        """The names of all files below a folder, sorted; none if the folder does not exist."""
+
+    @abstractmethod
+    def occupant(self) -> str | None:
+        """The name of something in the store; None if it is empty."""
+
+    @abstractmethod
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+
+    @abstractmethod
+    def save_cache(self, name: str, cache: CompactCache) -> None:
+        """Write a cache file, or replace it."""
+
+    @abstractmethod
+    def load_cache(self, name: str) -> CompactCache:
+        """The cache in a file; ``InputError`` if it is missing or damaged."""
+
+    @abstractmethod
+    def writer(self, shard: str | None) -> Any:
+        """A block in which this process may write to the store.
+
+        Args:
+            shard: name of the part that this process writes, such as "0-of-4"; None: all of it.
+
+        Raises:
+            InputError: another process writes to a local store, or to the same part of it.
+        """
+
+    @abstractmethod
+    def starter(self) -> Any:
+        """A block in which no other process of a local store changes its common files."""
+
+    @abstractmethod
+    def seconds_between_appends(self, elapsed: float) -> float:
+        """How long records may wait to be added to a log in a run of this length."""
+
+
+class LocalStorage(Storage):
+    """Files in a folder.
+
+    Args:
+        root: the folder; it need not exist.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.address = str(root)
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if it does not exist."""
+        try:
+            return (self.root / name).read_bytes()
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, or replace it."""
+        with atomic_write(self.root / name) as partial:
+            partial.write_bytes(content)
+
+    def append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Add records to a log of JSON lines, on disk when this returns."""
+        path = self.root / name
+        make_folder(path.parent)
+        append_jsonl(path, *records)
+
+    def names(self, folder: str) -> list[str]:
+        """The names of all files below a folder, sorted, without hidden ones."""
+        files = [path for path in (self.root / folder).rglob("*") if path.is_file()]
+        return sorted(
+            path.relative_to(self.root).as_posix()
+            for path in files
+            if not path.name.startswith(".")
+        )
+
+    def occupant(self) -> str | None:
+        """The name of something in the folder that is not hidden; None if it is empty."""
+        if not self.root.is_dir():
+            return None
+        entries = sorted(path.name for path in self.root.iterdir())
+        return next((name for name in entries if not name.startswith(".kvcat")), None)
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+        (self.root / name).unlink(missing_ok=True)
+
+    def save_cache(self, name: str, cache: CompactCache) -> None:
+        """Write a cache file, or replace it."""
+        cache.save(self.root / name)
+
+    def load_cache(self, name: str) -> CompactCache:
+        """The cache in a file."""
+        return CompactCache.load(self.root / name)
+
+    @contextmanager
+    def writer(self, shard: str | None) -> Iterator[None]:
+        """A block in which this process may write; a second writer is rejected."""
+        if shard is None:
+            with one_writer(self.root, WRITER_LOCK):
+                self._check_no_shard()
+                self._remove_partial()
+                yield
+            return
+        with ExitStack() as stack:
+            with self.starter():
+                stack.enter_context(one_writer(self.root, f".kvcat-shard-{shard}.lock"))
+            yield
+
+    def starter(self) -> Any:
+        """A block in which no other process of the store changes its common files."""
+        return one_writer(self.root, WRITER_LOCK, timeout=_SECONDS_TO_START)
+
+    def seconds_between_appends(self, elapsed: float) -> float:  # noqa: ARG002
+        """0: every record is added at once."""
+        return 0.0
+
+    def _check_no_shard(self) -> None:
+        """Reject a store to which a shard is being written; none can start meanwhile."""
+        for lock in sorted(self.root.glob(_SHARD_LOCKS)):
+            with one_writer(self.root, lock.name):
+                pass
+            lock.unlink(missing_ok=True)
+
+    def _remove_partial(self) -> None:
+        """Remove temporary files of killed writers."""
+        folders = [folder for folder in self.root.rglob("*") if folder.is_dir()]
+        for folder in [self.root, *folders]:
+            remove_partial(folder)
+
+
+class RemoteStorage(Storage):
+    """Files below an address of fsspec whose writes are whole, such as an object store's.
+
+    Args:
+        filesystem: of fsspec.
+        root: path in it.
+        address: for messages.
+    """
+
+    def __init__(self, filesystem: Any, root: str, address: str) -> None:
+        self.filesystem = filesystem
+        self.root = root.rstrip("/")
+        self.address = address.rstrip("/")
+        self._next_number: dict[str, int] = {}
+
+    def read(self, name: str) -> bytes | None:
+        """The content of a file; None if it does not exist."""
+        with self._connection(f"read {name} in"):
+            try:
+                return self.filesystem.cat_file(f"{self.root}/{name}")
+            except FileNotFoundError:
+                return None
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write a file, or replace it."""
+        with self._connection(f"write {name} to"):
+            self.filesystem.pipe_file(f"{self.root}/{name}", content)
+
+    def append(self, name: str, records: list[dict[str, Any]]) -> None:
+        """Add records as a new file NAME.NUMBER: object stores cannot append."""
+        number = self._next_number.get(name, 0)
+        lines = [json.dumps(record) + "\n" for record in records]
+        self.write(f"{name}.{number:06d}", "".join(lines).encode())
+        self._next_number[name] = number + 1
+
+    def names(self, folder: str) -> list[str]:
+        """The names of all files below a folder, sorted, as the server lists them now."""
+        with self._connection("list"):
+            self.filesystem.invalidate_cache()
+            paths = self.filesystem.find(f"{self.root}/{folder}")
+        root = f"{self.root.lstrip('/')}/"
+        return sorted(path.lstrip("/").removeprefix(root) for path in paths)
+
+    def occupant(self) -> str | None:
+        """The name of something below the address; None if it is empty."""
+        with self._connection("list"):
+            try:
+                self.filesystem.invalidate_cache()
+                entries = self.filesystem.ls(self.root, detail=False)
+            except FileNotFoundError:
+                return None
+        names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
+        return names[0] if names else None
+
+    def remove(self, name: str) -> None:
+        """Remove a file if it exists."""
+        with self._connection(f"remove {name} from"):
+            with suppress(FileNotFoundError):
+                self.filesystem.rm_file(f"{self.root}/{name}")
+
+    def save_cache(self, name: str, cache: CompactCache) -> None:
+        """Write a cache file, or replace it."""
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "cache")
+            cache.save(file)
+            self.write(name, file.read_bytes())
+
+    def load_cache(self, name: str) -> CompactCache:
+        """The cache in a file."""
+        content = self.read(name)
+        if content is None:
+            raise InputError(f"no cache file {self.address}/{name}")
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "cache")
+            file.write_bytes(content)
+            try:
+                return CompactCache.load(file)
+            except InputError as error:
+                reason = str(error).replace(str(file), f"{self.address}/{name}")
+                raise InputError(reason) from None
+
+    @contextmanager
+    def writer(self, shard: str | None) -> Iterator[None]:  # noqa: ARG002
+        """A block in which this process may write; writers of the same documents write the same."""
+        yield
+
+    def starter(self) -> Any:
+        """A block without effect."""
+        return ExitStack()
+
+    def seconds_between_appends(self, elapsed: float) -> float:
+        """10 seconds, or 1 % of a long run: a log must not become very many files."""
+        return max(10.0, elapsed / 100)
+
+    @contextmanager
+    def _connection(self, doing: str) -> Iterator[None]:
+        """A block whose errors of the network become one line."""
+        try:
+            yield
+        except InputError:
+            raise
+        except Exception as error:  # clients of the network raise anything
+            raise InputError(f"cannot {doing} {self.address}: {one_line(error)}") from error
+
+
+def open_storage(address: str | Path) -> Storage:
+    """The files below a folder or an address of fsspec.
+
+    Raises:
+        InputError: an unknown kind of address, or one whose package is not installed.
+    """
+    text = str(address)
+    if "://" not in text:
+        return LocalStorage(Path(text).expanduser())
+    try:
+        filesystem, root = fsspec.core.url_to_fs(text)
+    except ImportError as error:
+        raise InputError(f"{text} needs a package that is not installed: {error}") from None
+    except Exception as error:  # each kind of address has errors of its own
+        raise InputError(f"cannot open {text}: {one_line(error)}") from error
+    if text.startswith(("file://", "local://")):
+        return LocalStorage(Path(root))
+    return RemoteStorage(filesystem, root, text)

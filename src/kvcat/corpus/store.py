@@ -1,0 +1,291 @@
+"""A store of compact caches: reading it by document, and writing to it."""
+
+import json
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvcat.cache import CompactCache
+from kvcat.corpus.manifest import (
+    CACHES,
+    JOURNAL,
+    Row,
+    cache_file,
+    journal_rows,
+    merged,
+    read_rows,
+    write_manifest,
+)
+from kvcat.corpus.settings import check_same
+from kvcat.corpus.sources import CorpusDocument
+from kvcat.corpus.storage import LocalStorage, Storage, open_storage
+from kvcat.errors import InputError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+SETTINGS = "store.json"
+CHECKSUM_ENTRY = "text_checksum"
+"""The entry of a cache's metadata with the checksum of its text."""
+_FORMAT = "kvcat-store-1"
+_SECONDS_OF_A_WRITER = 24 * 3600.0  # after which a remote log without a new row has no writer
+
+
+class Store:
+    """The compact caches of a corpus, by the ids of their documents.
+
+    Args:
+        address: a folder, or an address of fsspec such as ``s3://bucket/caches``.
+
+    Raises:
+        InputError: there is no store, or it is damaged.
+    """
+
+    def __init__(self, address: str | Path) -> None:
+        self._storage = open_storage(address)
+        self.address = self._storage.address
+        settings = read_settings(self._storage)
+        if settings is None:
+            raise InputError(f"no store of caches in {address}: it has no {SETTINGS}")
+        self.settings = settings
+        """How its caches were made, and the name and fingerprint of their model."""
+        self._rows = read_rows(self._storage)
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        """The ids of the documents that have a cache, sorted."""
+        return tuple(sorted(id for id, row in self._rows.items() if row.error is None))
+
+    @property
+    def manifest(self) -> "pd.DataFrame":
+        """One row per document, sorted by id, with those that have no cache (``Row``)."""
+        import pandas as pd
+
+        rows = [self._rows[id].record() for id in sorted(self._rows)]
+        columns = list(Row.__dataclass_fields__)
+        table = pd.DataFrame(rows, columns=pd.Index(columns))
+        return table.astype({"tokens": "Int64", "bytes": "Int64", "slots": float, "kl": float})
+
+    def row(self, id: str) -> Row:
+        """The row of a document.
+
+        Raises:
+            InputError: the store has no document of that id.
+        """
+        if id not in self._rows:
+            self.refresh()
+        if id not in self._rows:
+            raise InputError(f"store {self.address} has no document {_shown(id)}")
+        return self._rows[id]
+
+    def refresh(self) -> None:
+        """Read the manifest again, which another process may have written."""
+        self._rows = read_rows(self._storage)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __contains__(self, id: object) -> bool:
+        row = self._rows.get(id) if isinstance(id, str) else None
+        return row is not None and row.error is None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.ids)
+
+    def __getitem__(self, id: str) -> CompactCache:
+        """The cache of a document.
+
+        Raises:
+            InputError: no such document, one without a cache, or a damaged file.
+        """
+        row = self.row(id)
+        if row.error is not None:
+            raise InputError(f"document {_shown(id)} has no cache: {row.error}")
+        cache = self._storage.load_cache(cache_file(id))
+        if cache.metadata.get(CHECKSUM_ENTRY) != row.checksum:
+            self.refresh()
+            row = self.row(id)
+        if cache.metadata.get(CHECKSUM_ENTRY) != row.checksum:
+            raise InputError(
+                f"the cache of document {_shown(id)} is not of the text in the manifest: the run "
+                "that writes the store has not finished"
+            )
+        return cache
+
+
+class StoreWriter:
+    """A store that this process writes to; see ``open_writer``.
+
+    Args:
+        storage: files of the store.
+        rows: last row of every document.
+        journal: name of the log of this process.
+    """
+
+    def __init__(self, storage: Storage, rows: dict[str, Row], journal: str) -> None:
+        self.storage = storage
+        self.rows = rows
+        self.journal = journal
+        self._files = frozenset(storage.names(CACHES))
+        self._waiting: list[Row] = []
+        self._start = time.monotonic()
+        self._last_append = self._start
+
+    def has(self, document: CorpusDocument) -> bool:
+        """Whether the store had the cache of this text under this id when it was opened."""
+        row = self.rows.get(document.id)
+        if row is None or row.error is not None or row.checksum != document.checksum:
+            return False
+        return cache_file(document.id) in self._files
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Record documents whose caches are in the store, or that cannot have one."""
+        self._waiting += rows
+        self.rows.update({row.id: row for row in rows})
+        now = time.monotonic()
+        if now - self._last_append >= self.storage.seconds_between_appends(now - self._start):
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the records that wait to the log."""
+        if self._waiting:
+            self.storage.append(self.journal, [row.record() for row in self._waiting])
+        self._waiting = []
+        self._last_append = time.monotonic()
+
+
+@contextmanager
+def open_writer(
+    address: str | Path, settings: Mapping[str, Any], shard: tuple[int, int] | None = None
+) -> Iterator[StoreWriter]:
+    """A block in which this process writes to a store; at its end the manifest is complete.
+
+    Several shards may write at once, each its documents. Their logs remain until a later
+    writer of the whole store includes them in the manifest; readers read both.
+
+    Args:
+        address: as in ``Store``; a new store is made.
+        settings: settings of all caches.
+        shard: number and count of the parts, where this process writes one part; None: all.
+
+    Raises:
+        InputError: a store with other settings; a folder with other files; another writer.
+    """
+    storage = open_storage(address)
+    name = "all" if shard is None else f"{shard[0]}-of-{shard[1]}"
+    with storage.writer(None if shard is None else name):
+        with ExitStack() as stack:
+            if shard is not None:
+                stack.enter_context(storage.starter())
+            _claim(storage, settings)
+        # a remote store may have several writers, each with its log
+        unique = "" if isinstance(storage, LocalStorage) else f"-{uuid.uuid4().hex[:12]}"
+        writer = StoreWriter(storage, read_rows(storage), f"{JOURNAL}/{name}{unique}.jsonl")
+        try:
+            yield writer
+        finally:
+            writer.flush()
+        if shard is None:
+            _finish(writer)
+        else:
+            with storage.starter():
+                write_manifest(storage, read_rows(storage).values())
+
+
+def check_store(address: str | Path, settings: Mapping[str, Any]) -> None:
+    """Raise an ``InputError`` if ``open_writer`` would; the model is not compared.
+
+    It costs little and comes before the model is loaded.
+    """
+    storage = open_storage(address)
+    recorded = read_settings(storage)
+    if recorded is not None:
+        check_same(storage.address, recorded, settings)
+    elif storage.occupant() not in (None, JOURNAL):
+        _reject_other_files(storage)
+
+
+def read_settings(storage: Storage) -> dict[str, Any] | None:
+    """The settings of a store; None if there is no store.
+
+    Raises:
+        InputError: a damaged file, or a store of another format.
+    """
+    content = storage.read(SETTINGS)
+    if content is None:
+        return None
+    try:
+        settings = json.loads(content)
+        store_format = settings.pop("format")
+    except (ValueError, KeyError, AttributeError, TypeError):
+        raise InputError(f"{storage.address}/{SETTINGS} is damaged") from None
+    if store_format != _FORMAT:
+        raise InputError(
+            f"store {storage.address} has format {store_format}; this version of kvcat reads "
+            f"{_FORMAT}"
+        )
+    return settings
+
+
+def _claim(storage: Storage, settings: Mapping[str, Any]) -> None:
+    """Write the settings of a new store, or compare them with those of an old one."""
+    recorded = read_settings(storage)
+    if recorded is not None:
+        check_same(storage.address, recorded, settings)
+        return
+    if storage.occupant() is not None:
+        _reject_other_files(storage)
+    content = json.dumps({"format": _FORMAT, **settings}, indent=2) + "\n"
+    storage.write(SETTINGS, content.encode())
+
+
+def _reject_other_files(storage: Storage) -> None:
+    raise InputError(
+        f"{storage.address} is not empty and has no {SETTINGS}: it holds {storage.occupant()}"
+    )
+
+
+def _finish(writer: StoreWriter) -> None:
+    """Write the manifest, then remove the logs that it replaces and caches of failed documents.
+
+    A remote store may have other writers now: their logs remain, for a day at least, and so does
+    the log of this process, because their manifest may replace this one.
+    """
+    storage = writer.storage
+    logs = {name: journal_rows(storage, name) for name in storage.names(JOURNAL)}
+    rows = merged([*read_rows(storage).values(), *writer.rows.values()])
+    write_manifest(storage, rows.values())
+    if isinstance(storage, LocalStorage):
+        removable = list(logs)
+    else:
+        removable = _finished_logs(logs, writer.journal)
+    for name in removable:
+        storage.remove(name)
+    for row in rows.values():
+        if row.error is not None:
+            storage.remove(cache_file(row.id))
+
+
+def _finished_logs(logs: Mapping[str, Sequence[Row]], journal: str) -> list[str]:
+    """The names of the logs to which no process adds any more.
+
+    Args:
+        logs: rows by name.
+        journal: log of this process, which counts if there is no other.
+    """
+    mine = [name for name in logs if name.startswith(journal)]
+    old = []
+    for name, rows in logs.items():
+        newest = max((row.finished for row in rows), default=0.0)
+        if name not in mine and time.time() - newest > _SECONDS_OF_A_WRITER:
+            old.append(name)
+    has_others = len(mine) + len(old) < len(logs)
+    return old if has_others else [*old, *mine]
+
+
+def _shown(id: str) -> str:
+    """An id in a message: its beginning."""
+    return repr(id if len(id) <= 80 else f"{id[:77]}...")
