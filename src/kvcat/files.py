@@ -68,10 +68,15 @@ def read_text(path: Path) -> str:
         ) from None
 
 
+def write_text(target: Path, text: str) -> None:
+    """Write a text to a UTF-8 file, which is replaced atomically."""
+    with atomic_write(target) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
 def write_json(target: Path, content: Any) -> None:
     """Write a value to a file as indented JSON; the file is replaced atomically."""
-    with atomic_write(target) as partial:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    write_text(target, json.dumps(content, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

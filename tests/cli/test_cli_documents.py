@@ -285,7 +285,7 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
     content = (tmp_path / "c").read_bytes()
     (tmp_path / "c").write_bytes(content[:-5] + b"!" + content[-4:])
     assert "c is corrupt" in mistake("info", tmp_path / "c")
-    assert "no cache file" in mistake("info", tmp_path)
+    assert "no store of caches" in mistake("info", tmp_path)
 
 
 @pytest.mark.parametrize("chat", [False, True])

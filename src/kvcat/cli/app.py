@@ -19,6 +19,8 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "export": ("cli.train.export", "Export a checkpoint of a run as a Hugging Face folder."),
     "compress": ("cli.compress.compress", "Compress the KV cache of a document and save it."),
     "generate": ("cli.generate.generate", "Answer prompts from a saved cache."),
+    "chat": ("cli.serve.chat", "Ask questions about a compressed document, one after another."),
+    "serve": ("cli.serve.serve", "Serve the documents of a store with OpenAI's API."),
     "info": ("cli.cache_files.info", "Describe a cache file: slots, bytes saved, method, model."),
     "widen": (
         "cli.cache_files.widen",

@@ -124,6 +124,7 @@ def store_facts(store: "Store") -> dict[str, str]:
     model = settings.pop("model")
     fingerprint = settings.pop("fingerprint")
     method = settings.pop("method")
+    shown = {name: value for name, value in settings.items() if value not in (None, False)}
     facts = {
         "store": f"{len(made)} caches, {len(failed)} documents without one",
         "tokens": f"{int(made['tokens'].sum()):,} in {made['slots'].sum():,.0f} slots per layer "
@@ -131,7 +132,7 @@ def store_facts(store: "Store") -> dict[str, str]:
         "bytes": f"{int(made['bytes'].sum()):,}",
         "method": str(method),
         "model": f"{model}, fingerprint {fingerprint[:12]}",
-        "settings": ", ".join(f"{name} {value}" for name, value in sorted(settings.items())),
+        "settings": ", ".join(f"{name} {value}" for name, value in sorted(shown.items())),
         "time": f"{made['seconds'].sum():.1f} s",
     }
     if made["kl"].notna().any():

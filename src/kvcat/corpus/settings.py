@@ -32,7 +32,7 @@ class CorpusSettings:
     """
 
     method: str = "attention-matching"
-    keep_ratio: float | None = None
+    keep_ratio: float | int | None = None
     num_slots: int | None = None
     bits: str | None = None
     supervision: str = "reconstruction"

@@ -1,0 +1,171 @@
+"""The commands ``kvcat serve`` and ``kvcat chat``: a server, and a conversation in a terminal."""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvcat.cli import early
+from kvcat.cli import options as opt
+from kvcat.cli.cache_files import check_cache_choice, model_and_cache
+from kvcat.errors import InputError
+
+if TYPE_CHECKING:
+    from kvcat.serving.conversation import Conversation
+
+KEY_VARIABLE = "KVCAT_API_KEY"
+_HELP = "type a question; /save FILE writes the conversation, /quit ends it"
+
+
+def serve(
+    model: opt.Model,
+    /,
+    store: str,
+    host: str = "127.0.0.1",
+    port: opt.Count = 8000,
+    name: str | None = None,
+    api_key: str | None = None,
+    max_requests: opt.Count = 128,
+    max_bytes: opt.Count = 1_048_576,
+    max_tokens: opt.Count = 1024,
+    cache_mb: opt.Megabytes = 1024.0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype | None = None,
+) -> None:
+    """Serve the documents of a store with OpenAI's API, on plain transformers.
+
+    A request names its document in the field `kvcat`. Answers are made one after another.
+
+    Example: kvcat serve ./my-model --store store
+
+    Args:
+        store: Store of `kvcat compress --corpus`: a folder or an address.
+        host: Address to listen on; 0.0.0.0 is every network of this machine.
+        port: Port to listen on.
+        name: Name of the model for clients; by default the last part of MODEL.
+        api_key: Key that clients must send; by default that of the variable KVCAT_API_KEY, if set.
+        max_requests: Most requests that may wait; further ones get status 429.
+        max_bytes: Most bytes of a request; longer ones get status 413.
+        max_tokens: Most tokens of an answer.
+        cache_mb: Millions of bytes of caches in memory; those not used for longest are dropped.
+        dtype: Data type of the weights; by default that of the store.
+    """
+    if port > 65535:
+        raise InputError(f"--port is {port}; it must be at most 65535")
+    key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
+    if key == "":
+        raise InputError("the API key is empty")
+    early.check_device(device)
+    early.check_model(model)
+
+    import kvcat
+    from kvcat.corpus import Store
+    from kvcat.serving.engine import Engine
+    from kvcat.serving.server import ServerLimits, make_app, run_server
+
+    documents = Store(store)
+    loaded, tokenizer = kvcat.load(
+        model, dtype=dtype or str(documents.settings.get("dtype", "float32")), device=device
+    )
+    engine = Engine(
+        loaded,
+        tokenizer,
+        documents,
+        cache_bytes=int(cache_mb * 1e6),
+        most_waiting=max_requests,
+    )
+    model_name = name or Path(model).name
+    app = make_app(engine, model_name, limits=ServerLimits(max_bytes, max_tokens), api_key=key)
+    print(
+        f"serving {len(documents)} documents as model {model_name!r} on "
+        f"http://{host}:{port}/v1",
+        file=sys.stderr,
+        flush=True,
+    )
+    run_server(app, host, port)
+
+
+def chat(
+    model: opt.Model,
+    /,
+    cache: Path | None = None,
+    store: str | None = None,
+    id: str | None = None,
+    max_new_tokens: opt.Count = 256,
+    temperature: float = 0.0,
+    top_p: opt.Fraction = 1.0,
+    stop: opt.Strings = (),
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype | None = None,
+) -> None:
+    """Ask questions about a compressed document, one after another; answers see earlier turns.
+
+    /save FILE writes the conversation as JSON, /quit or the end of input ends it.
+
+    Example: kvcat chat ./my-model --cache report.safetensors
+
+    Args:
+        cache: Cache file that `kvcat compress` wrote, best with --chat.
+        store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
+        id: Document of the store.
+        max_new_tokens: Largest number of tokens in an answer.
+        temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
+        top_p: Sample from the most likely tokens with this total probability.
+        stop: Text at which an answer ends, without it; may be given several times.
+        dtype: Data type of the weights; by default that of the cache.
+    """
+    check_cache_choice(cache, store, id)
+    early.check_device(device)
+    early.check_model(model)
+
+    from kvcat.serving.answers import Sampling
+    from kvcat.serving.conversation import Conversation
+
+    sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
+    loaded, tokenizer, compact = model_and_cache(
+        model, cache, device=device, dtype=dtype, store=store, id=id
+    )
+    compact.check_model(loaded, str(cache or id))
+    conversation = Conversation(loaded, tokenizer, compact)
+    print(f"{compact.num_tokens} tokens of document: {_HELP}", file=sys.stderr)
+    while True:
+        line = _read_line()
+        if line is None or line.strip() == "/quit":
+            return
+        try:
+            if line.startswith("/"):
+                _run(line, conversation)
+            elif line.strip():
+                conversation.ask(line, sampling, on_text=_print_piece)
+                print()
+        except InputError as error:  # the conversation continues
+            print(f"kvcat: {error}", file=sys.stderr)
+
+
+def _read_line() -> str | None:
+    """The next line of input; None at its end."""
+    try:
+        return input("> " if sys.stdin.isatty() else "")
+    except EOFError:
+        return None
+
+
+def _run(line: str, conversation: "Conversation") -> None:
+    """Obey a line that begins with a slash."""
+    command, _, argument = line.strip().partition(" ")
+    if command != "/save" or not argument:
+        raise InputError(f"{line.strip()[:40]} is no command: {_HELP}")
+    from kvcat.files import write_text
+
+    path = Path(argument.strip()).expanduser()
+    if path.exists():
+        raise InputError(f"{path} exists: name a new file")
+    content = json.dumps({"messages": conversation.messages}, indent=2, ensure_ascii=False)
+    write_text(path, content + "\n")
+    print(f"{path}: {len(conversation.messages)} messages", file=sys.stderr)
+
+
+def _print_piece(text: str) -> None:
+    print(text, end="", flush=True)

@@ -1,0 +1,255 @@
+"""Answers from a compact cache, text by text: greedy or sampled, with stop texts."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from kvcat.cache import CompactCache
+from kvcat.errors import InputError
+from kvcat.models import end_tokens, plain_generation, positions_of
+from kvcat.types import Int, Tensor
+
+MOST_STOPS = 16
+_REPLACEMENT = "\ufffd"  # what a tokenizer writes for a character whose bytes are not complete
+_CONTEXT_TOKENS = 8  # decoded before new tokens, so that these become the same text as in the whole
+
+OnText = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is decoded.
+
+    Args:
+        temperature: 0 for greedy decoding, or from 0.001 to 1000.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1].
+        max_new_tokens: largest number of tokens, at least 1.
+        stop: texts at which the answer ends, without them; at most 16.
+        seed: of the draws.
+
+    Raises:
+        InputError: a value that is not valid.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
+            raise InputError(
+                f"temperature is {self.temperature:g}; it must be 0, or lie in [0.001, 1000]"
+            )
+        if not 0 < self.top_p <= 1:
+            raise InputError(f"top_p is {self.top_p:g}; it must lie in (0, 1]")
+        if self.max_new_tokens < 1:
+            raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        if "" in self.stop or len(self.stop) > MOST_STOPS:
+            raise InputError(f"stop texts must not be empty, and at most {MOST_STOPS}")
+        if not 0 <= self.seed < 2**63:
+            raise InputError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
+
+    def settings(self) -> dict[str, Any]:
+        """Fields of transformers' ``GenerationConfig``."""
+        if self.temperature == 0:
+            return {}
+        return {
+            "do_sample": True,
+            "temperature": float(self.temperature),
+            "top_k": 0,
+            "top_p": float(self.top_p),
+        }
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A complete answer.
+
+    Args:
+        text: the text, without a stop text.
+        ids: its tokens, with an end-of-text token if there is one.
+        finish_reason: "stop" at an end-of-text token or a stop text, "length" at the largest number
+            of tokens, "cancelled" if nobody waits for the answer any more.
+    """
+
+    text: str
+    ids: list[int]
+    finish_reason: Literal["stop", "length", "cancelled"]
+
+
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Mapping[str, Any],
+    sampling: Sampling,
+    *,
+    on_text: OnText | None = None,
+    is_cancelled: Callable[[], bool] | None = None,
+) -> Answer:
+    """The answer to a question after a compact cache.
+
+    Of the model's generation settings only the end-of-text tokens count.
+
+    Args:
+        model, tokenizer: those of the cache.
+        inputs: keyword arguments of ``model.generate``, as from ``CompactCache.inputs``; one row.
+        sampling: how to decode; ``max_new_tokens`` must fit the model (``answer_length``).
+        on_text: called with each new piece of text; joined they are the answer's text.
+        is_cancelled: ends the answer when it becomes true.
+    """
+    stream = _AnswerStream(tokenizer, sampling.stop, on_text)
+    ending = _Ending(stream, is_cancelled or (lambda: False))
+    torch.manual_seed(sampling.seed)
+    settings = sampling.settings()
+    with plain_generation(model, max_new_tokens=sampling.max_new_tokens, **settings) as config:
+        model.generate(
+            **inputs,
+            streamer=stream,
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([ending]),
+        )
+    stream.close()
+    is_complete = stream.is_stopped or stream.ids[-1:][0] in end_tokens(model)
+    reason = "cancelled" if ending.was_cancelled else "stop" if is_complete else "length"
+    return Answer(stream.text, stream.ids, reason)
+
+
+def answer_length(
+    model: PreTrainedModel,
+    cache: CompactCache,
+    question: Int[Tensor, "batch tokens"],
+    max_new_tokens: int,
+) -> int:
+    """The largest number of tokens in an answer: ``max_new_tokens``, or the positions left.
+
+    Args:
+        model: model of the cache.
+        cache: cache of the document.
+        question: token ids after the document, of shape (1, tokens).
+        max_new_tokens: largest number of tokens that the user wants.
+
+    Raises:
+        InputError: no position is left, or the text would be longer than the cache allows.
+    """
+    num_positions = positions_of(model.config)
+    question_len = question.shape[1]
+    num_read = cache.num_tokens + question_len
+    if num_read >= num_positions:
+        raise InputError(
+            f"no position is left for an answer: the document's {cache.num_tokens} tokens and the "
+            f"prompt's {question_len} fill the model's {num_positions}"
+        )
+    cache.check_tokens(model, question)
+    longest_text = cache.longest_text(model)
+    length = num_read + max_new_tokens
+    if longest_text is not None and length > longest_text:
+        raise InputError(
+            f"document, prompt and answer of {length} tokens exceed the {longest_text} for which "
+            "the rotary factors of the cache hold: compress with --room "
+            f"{length - cache.num_tokens}, or give a smaller --max-new-tokens"
+        )
+    return min(max_new_tokens, num_positions - num_read)
+
+
+class _AnswerStream(BaseStreamer):
+    """Tokens of an answer as they come, their text, and the place of a stop text in it.
+
+    Text that may still change is held back: incomplete characters, and beginnings of stop texts.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], on_text: OnText | None
+    ) -> None:
+        self.ids: list[int] = []
+        self.text = ""
+        self.is_stopped = False
+        self._tokenizer = tokenizer
+        self._stop = stop
+        self._on_text = on_text
+        self._has_prompt = False
+        self._num_decoded = 0  # tokens whose text is complete
+        self._waiting = ""  # complete text that a stop text may begin
+
+    def put(self, value: Tensor) -> None:
+        """Take the next token; the first call brings the prompt, which is left out."""
+        if not self._has_prompt:
+            self._has_prompt = True
+            return
+        self.ids += value.flatten().tolist()
+        if self.is_stopped:
+            return
+        new_text = self._new_text()
+        if new_text and not new_text.endswith(_REPLACEMENT):
+            self._num_decoded = len(self.ids)
+            self._take(new_text, is_last=False)
+
+    def end(self) -> None:
+        """Nothing: ``close`` ends the text."""
+
+    def close(self) -> None:
+        """Take the text that was held back: no token follows."""
+        if not self.is_stopped:
+            self._take(self._new_text(), is_last=True)
+
+    def _new_text(self) -> str:
+        """The text of the tokens that are not decoded yet."""
+        start = max(0, self._num_decoded - _CONTEXT_TOKENS)
+        before = self._decode(self.ids[start : self._num_decoded])
+        both = self._decode(self.ids[start:])
+        return both[len(before) :]
+
+    def _decode(self, ids: list[int]) -> str:
+        return str(
+            self._tokenizer.decode(
+                ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        )
+
+    def _take(self, new_text: str, *, is_last: bool) -> None:
+        """Add complete text, up to a stop text."""
+        waiting = self._waiting + new_text
+        places = [waiting.find(stop) for stop in self._stop if stop in waiting]
+        if places:
+            self.is_stopped = True
+            num_safe = min(places)
+        else:
+            num_safe = len(waiting) - (0 if is_last else self._num_held(waiting))
+        self._waiting = waiting[num_safe:]
+        safe = waiting[:num_safe]
+        self.text += safe
+        if safe and self._on_text is not None:
+            self._on_text(safe)
+
+    def _num_held(self, text: str) -> int:
+        """The length of the longest end of a text that a stop text begins with."""
+        longest = max(map(len, self._stop), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stop):
+                return length
+        return 0
+
+
+class _Ending(StoppingCriteria):
+    """Ends generation at a stop text, or when nobody waits for the answer."""
+
+    def __init__(self, stream: _AnswerStream, is_cancelled: Callable[[], bool]) -> None:
+        self.was_cancelled = False
+        self._stream = stream
+        self._is_cancelled = is_cancelled
+
+    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:  # noqa: ARG002
+        """Per row, whether it ends."""
+        self.was_cancelled = self._is_cancelled()
+        ends = self.was_cancelled or self._stream.is_stopped
+        return torch.full((len(input_ids),), ends, device=input_ids.device, dtype=torch.bool)

@@ -1,0 +1,224 @@
+"""A server with OpenAI's API: plain transformers that answer from the caches of a store."""
+
+import asyncio
+import json
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from kvcat.errors import InputError
+from kvcat.serving.engine import Engine, RequestError, Ticket
+from kvcat.serving.openai_api import ResponseForm, error_record, parse_request
+
+try:
+    import uvicorn
+    from fastapi import FastAPI, Request
+    from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+except ImportError as error:
+    raise InputError(
+        f"kvcat serve needs FastAPI and uvicorn: pip install 'kvcat[serve]' ({error})"
+    ) from None
+
+_SECONDS_BETWEEN_CHECKS = 1.0  # whether a client still waits
+_SECONDS_TO_SHUT_DOWN = 5
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """Bounds on requests.
+
+    Args:
+        most_bytes: bytes of a request.
+        most_tokens: tokens of an answer.
+    """
+
+    most_bytes: int = 1 << 20
+    most_tokens: int = 1024
+
+
+def make_app(
+    engine: Engine, name: str, *, limits: ServerLimits | None = None, api_key: str | None = None
+) -> FastAPI:
+    """The application with the routes of the server.
+
+    Args:
+        engine: what answers; it is closed when the application shuts down.
+        name: name of the model for clients.
+        limits: bounds on requests.
+        api_key: what clients must send as a bearer token, except for /health; None: nothing.
+    """
+    bounds = limits or ServerLimits()
+
+    @asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await asyncio.to_thread(engine.close)
+
+    app = FastAPI(title="kvcat", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(RequestError)
+    async def reject(_: Request, error: RequestError) -> Response:
+        headers = {"Retry-After": "1"} if error.status == 429 else None
+        return JSONResponse(error_record(error), error.status, headers=headers)
+
+    def check_key(request: Request) -> None:
+        sent = request.headers.get("authorization", "")
+        if api_key is not None and not secrets.compare_digest(
+            sent.encode(), f"Bearer {api_key}".encode()
+        ):
+            raise RequestError(401, "the API key is missing or wrong")
+
+    async def complete(request: Request, *, is_chat: bool) -> Response:
+        check_key(request)
+        body = await _read_body(request, bounds.most_bytes)
+        fields = parse_request(
+            body, is_chat=is_chat, model=name, most_tokens=bounds.most_tokens
+        )
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[Any] = asyncio.Queue()
+
+        def on_event(event: Any) -> None:
+            with suppress(RuntimeError):  # the loop has ended: nobody waits
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        ticket = Ticket(fields["question"], on_event)
+        engine.submit(ticket)
+        form = ResponseForm(name, is_chat=is_chat)
+        if not fields["is_streamed"]:
+            return JSONResponse(await _whole_answer(request, ticket, events, form))
+        first = await _next_event(request, ticket, events)
+        if isinstance(first, RequestError):
+            raise first
+        chunks = _chunks(ticket, events, form, first, has_usage=fields["has_usage"])
+        return StreamingResponse(chunks, media_type="text/event-stream")
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request) -> Response:
+        return await complete(request, is_chat=True)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        return await complete(request, is_chat=False)
+
+    @app.get("/v1/models")
+    async def models(request: Request) -> Response:
+        check_key(request)
+        model = {"id": name, "object": "model", "created": 0, "owned_by": "kvcat"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        status = 200 if engine.is_alive else 503
+        return JSONResponse({"status": "ok" if engine.is_alive else "closed"}, status)
+
+    @app.get("/metrics")
+    async def metrics(request: Request) -> Response:
+        check_key(request)
+        return PlainTextResponse(metrics_text(engine))
+
+    return app
+
+
+def run_server(app: FastAPI, host: str, port: int) -> None:
+    """Answer requests until the process is asked to end (SIGINT, SIGTERM)."""
+    uvicorn.run(
+        app,
+        host=host,
+        port=port,
+        log_level="warning",
+        timeout_graceful_shutdown=_SECONDS_TO_SHUT_DOWN,
+    )
+
+
+def metrics_text(engine: Engine) -> str:
+    """Counters and gauges in the text format of Prometheus."""
+    memory = engine.memory
+    counters = {
+        "answers": engine.num_answers,
+        "errors": engine.num_errors,
+        "prompt_tokens": engine.num_prompt_tokens,
+        "answer_tokens": engine.num_answer_tokens,
+        "busy_seconds": engine.busy_seconds,
+        "cache_hits": memory.num_hits,
+        "cache_loads": memory.num_loads,
+    }
+    gauges = {
+        "waiting_requests": engine.num_waiting,
+        "cache_bytes": memory.num_bytes,
+        "documents": len(memory.store),
+    }
+    lines = []
+    for name, value in counters.items():
+        lines += [f"# TYPE kvcat_{name}_total counter", f"kvcat_{name}_total {value}"]
+    for name, value in gauges.items():
+        lines += [f"# TYPE kvcat_{name} gauge", f"kvcat_{name} {value}"]
+    return "\n".join(lines) + "\n"
+
+
+async def _read_body(request: Request, most_bytes: int) -> bytes:
+    """The body of a request; ``RequestError`` once it is too long."""
+    body = bytearray()
+    async for piece in request.stream():
+        body += piece
+        if len(body) > most_bytes:
+            raise RequestError(413, f"the request is longer than {most_bytes} bytes")
+    return bytes(body)
+
+
+async def _next_event(request: Request, ticket: Ticket, events: asyncio.Queue[Any]) -> Any:
+    """The next event of an answer; ends the answer if the client is gone."""
+    while True:
+        try:
+            return await asyncio.wait_for(events.get(), _SECONDS_BETWEEN_CHECKS)
+        except TimeoutError:
+            if await request.is_disconnected():
+                ticket.cancel()
+                raise RequestError(499, "the client is gone") from None
+
+
+async def _whole_answer(
+    request: Request, ticket: Ticket, events: asyncio.Queue[Any], form: ResponseForm
+) -> dict[str, Any]:
+    """The JSON of a complete answer."""
+    while True:
+        event = await _next_event(request, ticket, events)
+        if isinstance(event, RequestError):
+            raise event
+        if not isinstance(event, str):
+            result, usage = event
+            if result.finish_reason == "cancelled":
+                raise RequestError(503, "the server is shutting down")
+            return form.whole(result.text, result.finish_reason, usage)
+
+
+async def _chunks(
+    ticket: Ticket,
+    events: asyncio.Queue[Any],
+    form: ResponseForm,
+    first: Any,
+    *,
+    has_usage: bool,
+) -> AsyncIterator[str]:
+    """Server-sent events of an answer; closing the iterator ends the answer."""
+    event = first
+    try:
+        yield _line(form.chunk("", is_first=True))
+        while isinstance(event, str):
+            yield _line(form.chunk(event))
+            event = await events.get()
+        if isinstance(event, RequestError):
+            yield _line(error_record(event))
+            return
+        result, usage = event
+        yield _line(form.chunk(None, result.finish_reason))
+        if has_usage:
+            yield _line(form.usage_chunk(usage))
+        yield "data: [DONE]\n\n"
+    finally:
+        ticket.cancel()
+
+
+def _line(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"

@@ -1,0 +1,81 @@
+"""Sources of a corpus: whole files, rows with ids, and rows that are no documents."""
+
+import pyarrow
+import pytest
+from corpora import write_rows
+from pyarrow import parquet
+
+from kvcat.corpus import corpus_files, read_corpus
+from kvcat.corpus.plan import measure_corpus
+from tiny import refusal
+
+
+def documents(source, **columns):
+    return list(read_corpus(corpus_files(str(source), **columns)))
+
+
+def test_a_text_file_is_one_document_however_long_it_is(tmp_path):
+    (tmp_path / "inner").mkdir()
+    text = "A line.\n" * 10_000
+    (tmp_path / "inner" / "long.txt").write_text(text)
+    (tmp_path / "short.md").write_text("\ufeffHello")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    found = {document.id: document.text for document in documents(tmp_path)}
+    assert found == {"inner/long.txt": text, "short.md": "Hello"}
+
+
+def test_a_row_is_named_by_its_id_column_or_by_its_place(tmp_path):
+    rows = [{"id": "a", "text": "x"}, {"text": "y"}, {"id": 7, "text": "z"}]
+    file = write_rows(tmp_path / "rows.jsonl", rows)
+    assert [(one.id, one.text) for one in documents(file)] == [
+        ("a", "x"),
+        ("rows.jsonl#1", "y"),
+        ("7", "z"),
+    ]
+    table = pyarrow.table({"name": ["p", "q"], "body": ["one", "two"]})
+    parquet.write_table(table, tmp_path / "rows.parquet")
+    columns = {"id_column": "name", "text_column": "body"}
+    found = documents(tmp_path / "rows.parquet", **columns)
+    assert [(one.id, one.text) for one in found] == [("p", "one"), ("q", "two")]
+
+
+def test_a_row_or_file_without_a_text_is_a_document_with_a_problem(tmp_path):
+    rows = ['{"id": "cut', {"id": "list", "text": ["x"]}, {"id": "none", "text": None}]
+    rows += [{"id": "no column"}, "[1]", {"id": "good", "text": "x"}]
+    found = documents(write_rows(tmp_path / "rows.jsonl", rows))
+    problems = {one.id: one.problem for one in found}
+    assert "not JSON" in problems["rows.jsonl#0"]
+    assert "holds list" in problems["list"]
+    assert "holds nothing" in problems["none"]
+    assert "no column 'text'" in problems["no column"]
+    assert "no JSON object" in problems["rows.jsonl#4"]
+    assert problems["good"] is None
+    folder = tmp_path / "files"
+    folder.mkdir()
+    (folder / "latin.txt").write_bytes(b"caf\xe9")
+    (folder / "zero.txt").write_bytes(b"a\0b")
+    by_file = {one.id: one.problem for one in documents(folder)}
+    assert "not UTF-8" in by_file["latin.txt"]
+    assert "zero byte" in by_file["zero.txt"]
+
+
+def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path):
+    twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "text": "x"}] * 2)
+    message = refusal(measure_corpus, documents(twice), lambda _: False)
+    assert message == "two documents of the corpus have the id 'a'"
+    assert "no document" in refusal(measure_corpus, [], lambda _: False)
+    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "x.parquet")
+    assert "no column 'text'; its columns: body" in refusal(documents, tmp_path / "x.parquet")
+
+
+@pytest.mark.parametrize("source", ["missing", "installed", "hub:", "hub:owner/name"])
+def test_a_source_that_cannot_be_read_is_rejected_at_once(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    assert refusal(corpus_files, source)
+
+
+def test_a_store_inside_its_corpus_is_rejected(tmp_path):
+    (tmp_path / "a.txt").write_text("x")
+    message = refusal(corpus_files, str(tmp_path), store=str(tmp_path / "store"))
+    assert "is inside the corpus" in message

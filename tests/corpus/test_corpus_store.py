@@ -1,0 +1,339 @@
+"""A store: caches by document, continued runs, changed documents, and what is rejected."""
+
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from corpora import contents, text_of, write_rows
+
+import kvcat
+from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
+from kvcat.corpus import CorpusSettings, Store
+from kvcat.corpus import compressor as compressor_module
+from kvcat.corpus.manifest import cache_file
+from kvcat.corpus.storage import LocalStorage, open_storage
+from kvcat.corpus.store import open_writer
+from tiny import refusal
+
+
+def test_a_cache_of_a_store_is_that_of_its_document_compressed_alone(
+    loaded, corpus, compress, tmp_path
+):
+    result = compress(corpus, tmp_path / "store", CorpusSettings(num_slots=5))
+    assert (result.num_made, result.num_kept, result.failures) == (6, 0, [])
+    store = Store(tmp_path / "store")
+    assert store.ids == tuple(sorted(store)) == tuple(store.manifest["id"])
+    for number, id in [(1, "doc-1"), (1, "copy-1"), (3, "doc-3")]:
+        trace = kvcat.document_trace(*loaded, text_of(number))
+        alone = kvcat.AttentionMatching()(trace, num_slots=5)
+        for layer, expected in zip(store[id].layers, alone.layers, strict=True):
+            for name, tensor in expected.tensors().items():
+                torch.testing.assert_close(layer.tensors()[name], tensor, atol=2e-3, rtol=2e-3)
+        facts = dict(store[id].metadata)
+        assert facts.pop("id") == id
+        assert facts.pop("text_checksum") == store.row(id).checksum
+        assert facts == dict(alone.metadata)
+        row = store.row(id)
+        assert (row.tokens, row.slots, row.bytes) == (alone.num_tokens, 5.0, alone.nbytes)
+    assert store["doc-1"].metadata["document"] == store["copy-1"].metadata["document"]
+
+
+def test_a_document_with_all_its_slots_has_the_keys_of_transformers(
+    loaded, corpus, compress, tmp_path
+):
+    compress(corpus, tmp_path / "store", CorpusSettings(keep_ratio=1))
+    model, tokenizer = loaded
+    cache = Store(tmp_path / "store")["copy-0"]
+    ids = tokenizer(text_of(0), return_tensors="pt", add_special_tokens=False).input_ids
+    stock = model(ids, use_cache=True).past_key_values
+    for layer, expected in zip(cache.layers, stock.layers, strict=True):
+        torch.testing.assert_close(layer.keys, expected.keys, atol=1e-5, rtol=1e-5)
+
+
+def test_a_document_that_cannot_be_made_has_a_row_that_says_why(compress, tmp_path):
+    rows = [{"id": "blank", "text": " \n"}, {"id": "good", "text": text_of(0)}, "no json"]
+    rows += [{"id": "long", "text": text_of(0, length=60)}, {"id": "none", "text": None}]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    result = compress(source, tmp_path / "store")
+    assert (result.num_documents, result.num_made, len(result.failures)) == (5, 1, 4)
+    store = Store(tmp_path / "store")
+    assert store.ids == ("good",)
+    assert len(store) == 1
+    assert "blank" not in store
+    errors = store.manifest.set_index("id")["error"]
+    assert errors["blank"] == "the document is empty"
+    assert "exceed the 256 positions" in errors["long"]
+    assert "not JSON" in errors["corpus.jsonl#2"]
+    assert errors.isna()["good"]
+    assert "'blank' has no cache: the document is empty" in refusal(store.__getitem__, "blank")
+    assert "no document 'other'" in refusal(store.__getitem__, "other")
+
+
+def test_too_many_slots_for_a_short_document_do_not_stop_its_batch(compress, tmp_path):
+    rows = [{"id": "short", "text": "the cat"}, {"id": "long", "text": text_of(0)}]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    result = compress(source, tmp_path / "store", CorpusSettings(num_slots=20))
+    assert [row.id for row in result.failures] == ["short"]
+    assert "num_slots must be in" in result.failures[0].error
+
+
+IDS = ["../../outside", "/etc/passwd", "a/b.txt", ".", "", "\u6771\u4eac \U0001f600", "x" * 300]
+
+
+def test_any_id_is_a_safe_name_in_the_store(compress, tmp_path):
+    rows = [{"id": id, "text": f"the cat {number}"} for number, id in enumerate(IDS)]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    compress(source, tmp_path / "store", CorpusSettings(keep_ratio=1))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"corpus.jsonl", "store"}
+    store = Store(tmp_path / "store")
+    expected = {id or "corpus.jsonl#4" for id in IDS}
+    assert set(store.ids) == expected
+    for id in expected:
+        assert store[id].metadata["id"] == id
+
+
+class Stop(BaseException):
+    """The end of a run at a random place."""
+
+
+def stop_after(monkeypatch, num_caches):
+    """Let a run end when it has saved a number of caches."""
+    save = LocalStorage.save_cache
+    saved = []
+
+    def save_some(storage, name, cache):
+        if len(saved) == num_caches:
+            raise Stop
+        saved.append(name)
+        save(storage, name, cache)
+
+    monkeypatch.setattr(LocalStorage, "save_cache", save_some)
+
+
+def test_a_run_that_stops_anywhere_continues_to_the_same_store(
+    corpus, compress, tmp_path, monkeypatch
+):
+    compress(corpus, tmp_path / "once")
+    draw = random.Random(0)
+    for attempt in range(4):
+        store = tmp_path / f"stopped-{attempt}"
+        for _ in range(2):
+            with monkeypatch.context() as patch, pytest.raises(Stop):
+                stop_after(patch, draw.randint(0, 2))
+                compress(corpus, store)
+        result = compress(corpus, store)
+        assert result.num_made + result.num_kept == 6
+        assert contents(store) == contents(tmp_path / "once")
+
+
+def test_a_changed_document_and_a_lost_file_are_made_again_and_no_other(
+    corpus, compress, tmp_path
+):
+    store = tmp_path / "store"
+    compress(corpus, store)
+    before = contents(store)
+    row = {"id": "doc-2", "text": text_of(9)}
+    lines = corpus.read_text().splitlines()
+    lines[2] = row
+    write_rows(corpus, lines)
+    (store / cache_file("doc-3")).unlink()
+    assert compress(corpus, store).num_made == 2
+    after = contents(store)
+    changed = {name for name in after if before.get(name) != after[name]}
+    assert changed == {cache_file("doc-2"), "manifest"}
+    assert compress(corpus, store).num_made == 0
+    assert contents(store) == after
+
+
+def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, compress, tmp_path):
+    store = tmp_path / "store"
+    compress(corpus, store)
+    lines = corpus.read_text().splitlines()
+    write_rows(corpus, [{"id": "doc-0", "text": ""}, *lines[1:]])
+    compress(corpus, store)
+    assert "doc-0" not in Store(store)
+    assert not (store / cache_file("doc-0")).exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({"method": "snapkv"}, "method attention-matching, not snapkv"),
+        ({"keep_ratio": 0.2}, "keep_ratio 0.1, not 0.2"),
+        ({"num_slots": 4}, "keep_ratio 0.1, not None"),
+        ({"chat": True}, "chat False, not True"),
+        ({"bits": "4"}, "bits None, not 4"),
+    ],
+)
+def test_a_store_of_other_settings_is_rejected_by_name(
+    corpus, compress, tmp_path, options, name
+):
+    with open_writer(tmp_path / "store", CorpusSettings().record()):
+        pass
+    message = refusal(compress, corpus, tmp_path / "store", CorpusSettings(**options))
+    assert f"was made with {name}" in message
+
+
+def test_a_store_of_another_model_and_a_folder_of_other_files_are_rejected(
+    corpus, compress, tmp_path
+):
+    with open_writer(tmp_path / "store", {"model": "large", "fingerprint": "2:00"}):
+        pass
+    message = refusal(compress, corpus, tmp_path / "store")
+    assert "was made with" in message
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("x")
+    message = refusal(compress, corpus, tmp_path / "full")
+    assert "has no store.json: it holds thesis.tex" in message
+    assert "has no store.json" in refusal(Store, tmp_path / "full")
+
+
+def test_a_second_writer_is_rejected_and_shards_may_write_together(tmp_path):
+    settings = CorpusSettings().record()
+    with open_writer(tmp_path, settings):
+        message = refusal(open_writer(tmp_path, settings).__enter__)
+        assert "another process is writing" in message
+    with open_writer(tmp_path, settings, (0, 2)), open_writer(tmp_path, settings, (1, 2)):
+        assert "another process" in refusal(open_writer(tmp_path, settings).__enter__)
+        assert "another process" in refusal(open_writer(tmp_path, settings, (1, 2)).__enter__)
+    with open_writer(tmp_path, settings):
+        pass
+
+
+def test_shards_make_disjoint_parts_of_the_same_store(corpus, compress, tmp_path):
+    compress(corpus, tmp_path / "once")
+    shards = [compress(corpus, tmp_path / "store", shard=(rank, 3)) for rank in range(3)]
+    assert sum(shard.num_made for shard in shards) == 6
+    assert len(Store(tmp_path / "store")) == 6
+    assert compress(corpus, tmp_path / "store").num_made == 0
+    assert contents(tmp_path / "store") == contents(tmp_path / "once")
+
+
+def test_a_full_disk_ends_with_one_line_and_leaves_whole_files(corpus, compress, tmp_path):
+    store = tmp_path / "store"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # bytes of a file
+    try:
+        message = refusal(compress, corpus, store, CorpusSettings(keep_ratio=1))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert message.startswith(f"cannot write {store}")
+    assert not list(store.rglob(".partial-*"))
+    assert not list(store.rglob("*.safetensors"))
+    assert compress(corpus, store, CorpusSettings(keep_ratio=1)).num_made == 6
+
+
+def test_a_damaged_manifest_log_or_cache_is_named(corpus, compress, tmp_path):
+    store = tmp_path / "store"
+    compress(corpus, store)
+    path = store / cache_file("doc-0")
+    path.write_bytes(path.read_bytes()[:-1] + b"\0")
+    assert "corrupt" in refusal(Store(store).__getitem__, "doc-0")
+    (store / "journal" / "all.jsonl").write_text('{"id": 3}\n')
+    assert "all.jsonl is damaged" in refusal(Store, store)
+    (store / "journal" / "all.jsonl").write_text('{"id": "half a li')  # a kill left it
+    assert len(Store(store)) == 6
+    (store / "manifest.parquet").write_bytes(b"PAR1")
+    assert "manifest.parquet is damaged" in refusal(Store, store)
+
+
+def test_documents_of_equal_length_share_a_batch(compress, tmp_path, monkeypatch):
+    texts = ["the cat sees it", "the dog sees it", "a stone and the river", "the dog sees it"]
+    rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
+    batches = []
+    trace = compressor_module.sequence_trace
+
+    def count(model, sequence, **options):
+        batches.append(len(sequence.input_ids))
+        return trace(model, sequence, **options)
+
+    monkeypatch.setattr(compressor_module, "sequence_trace", count)
+    compress(write_rows(tmp_path / "corpus.jsonl", rows), tmp_path / "store")
+    assert sorted(batches) == [1, 3]
+
+
+def test_a_check_measures_kl_where_the_measured_cache_was_not_fitted(
+    loaded, compress, corpus, tmp_path
+):
+    method = AttentionMatching()
+    compress(corpus, tmp_path / "store", CorpusSettings(keep_ratio=0.2, check=True))
+    fitted, held_out = split_supervision(kvcat.document_trace(*loaded, text_of(3)), 0.25)
+    expected = supervised_kl(held_out, method(fitted, keep_ratio=0.2)).item()
+    row = Store(tmp_path / "store").row("doc-3")
+    assert row.kl == pytest.approx(expected, abs=1e-9)
+    compress(corpus, tmp_path / "unchecked", CorpusSettings(keep_ratio=0.2))
+    assert Store(tmp_path / "unchecked").row("doc-3").kl is None
+    files = [store / cache_file("doc-3") for store in (tmp_path / "store", tmp_path / "unchecked")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+
+
+def resident_bytes():
+    """Memory of this process, as Linux counts it."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_number_of_documents(compress, tmp_path):
+    rows = [{"id": str(number), "text": f"the cat {number}"} for number in range(250)]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    few = write_rows(tmp_path / "few.jsonl", rows[:50])
+    settings = CorpusSettings(method="keynorm", keep_ratio=0.5)
+    compress(few, tmp_path / "store", settings)
+    before = resident_bytes()
+    compress(source, tmp_path / "store", settings)
+    assert resident_bytes() - before < 30e6
+
+
+@pytest.mark.slow
+def test_a_command_that_is_killed_at_random_times_continues_to_the_same_store(
+    tiny_folder, tmp_path
+):
+    rows = [{"id": str(number), "text": text_of(number)} for number in range(30)]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+
+    def start(store):
+        arguments = ["compress", tiny_folder, "--corpus", source, "-o", store]
+        return subprocess.Popen(
+            [sys.executable, "-m", "kvcat", *map(str, arguments)],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+
+    assert start(tmp_path / "once").wait() == 0
+    num_once = len(list((tmp_path / "once").rglob("*.safetensors")))
+    assert num_once == 30
+    draw = random.Random(1)
+    for attempt in range(3):
+        store = tmp_path / f"killed-{attempt}"
+        command = start(store)
+        while not list(store.rglob("*.safetensors")):
+            time.sleep(0.01)
+        time.sleep(draw.uniform(0, 1.0))
+        command.kill()
+        assert command.wait() == -signal.SIGKILL
+        assert start(store).wait() == 0
+        assert contents(store) == contents(tmp_path / "once")
+
+
+def test_a_remote_store_has_the_caches_of_a_local_one(corpus, compress, tmp_path):
+    compress(corpus, tmp_path / "local")
+    address = f"memory://{tmp_path.name}/store"
+    compress(corpus, address)
+    local = Store(tmp_path / "local")
+    remote = Store(address)
+    assert remote.ids == local.ids
+    for id in local.ids:
+        expected = Path(tmp_path / "local" / cache_file(id)).read_bytes()
+        assert open_storage(address).read(cache_file(id)) == expected
+    assert compress(corpus, address).num_made == 0
+
+
+def test_an_address_that_fsspec_does_not_know_is_rejected():
+    assert "cannot open nothing://x" in refusal(open_storage, "nothing://x")

@@ -1,0 +1,155 @@
+"""Answers: pieces of text, stop texts, sampling; and conversations behind a compact cache."""
+
+import pytest
+import torch
+
+import kvcat
+from kvcat.serving.answers import Sampling, _AnswerStream, answer
+from kvcat.serving.conversation import Conversation
+from tiny import refusal, sentences, write_tiny_model
+
+DOCUMENT = "".join(sentences(2, seed=5))
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    """A tiny model whose answers differ from question to question."""
+    folder = tmp_path_factory.mktemp("models") / "loud"
+    return kvcat.load(write_tiny_model(folder, seed=3, initializer_range=0.5))
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "chat"])
+def cache(loaded, request):
+    """The document with a third of its slots."""
+    trace = kvcat.document_trace(*loaded, DOCUMENT, chat=request.param)
+    return kvcat.AttentionMatching()(trace, keep_ratio=0.3)
+
+
+def pieces_of(tokenizer, ids, stop=()):
+    """The pieces of text that a stream passes on for tokens, one token at a time."""
+    pieces = []
+    stream = _AnswerStream(tokenizer, stop, pieces.append)
+    stream.put(torch.tensor([[1, 2, 3]]))
+    for token in ids:
+        stream.put(torch.tensor([token]))
+    stream.close()
+    assert "".join(pieces) == stream.text
+    return pieces
+
+
+@pytest.mark.parametrize("text", ["the cat sees it", "\u6771\u4eac \U0001f600 caf\u00e9", " \n"])
+def test_joined_pieces_are_the_decoded_text_and_no_piece_ends_within_a_character(tokenizer, text):
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    pieces = pieces_of(tokenizer, ids)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_incomplete_bytes_at_the_end_are_shown_as_the_tokenizer_shows_them(tokenizer):
+    ids = tokenizer("a\U0001f600", add_special_tokens=False).input_ids[:-1]
+    assert "".join(pieces_of(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("stop", "expected"),
+    [
+        (("dog",), "the cat sees the "),
+        (("e d",), "the cat sees th"),
+        (("dog", "cat"), "the "),
+        (("dogs", "doge"), "the cat sees the dog"),
+        (("t",), ""),
+    ],
+)
+def test_a_stop_text_ends_the_text_before_it_and_is_never_passed_on(tokenizer, stop, expected):
+    ids = tokenizer("the cat sees the dog", add_special_tokens=False).input_ids
+    assert "".join(pieces_of(tokenizer, ids, stop)) == expected
+
+
+def test_an_answer_is_that_of_transformers_and_ends_at_its_length(loaded, cache):
+    model, tokenizer = loaded
+    ids = kvcat.question_ids(tokenizer, "the cat", cache=cache)
+    stock = model.generate(**cache.inputs(model, ids), max_new_tokens=9, do_sample=False)
+    result = answer(model, tokenizer, cache.inputs(model, ids), Sampling(max_new_tokens=9))
+    assert result.ids == stock[0, ids.shape[1] :].tolist()
+    assert result.text == tokenizer.decode(result.ids, skip_special_tokens=True)
+    assert result.finish_reason == "length"
+
+
+def test_sampling_repeats_with_its_seed(loaded, cache):
+    model, tokenizer = loaded
+    ids = kvcat.question_ids(tokenizer, "the cat", cache=cache)
+
+    def drawn(**options):
+        sampling = Sampling(temperature=1.0, max_new_tokens=9, **options)
+        return answer(model, tokenizer, cache.inputs(model, ids), sampling).ids
+
+    assert drawn(seed=1) == drawn(seed=1)
+    assert drawn(seed=1) != drawn(seed=2)
+    greedy = answer(model, tokenizer, cache.inputs(model, ids), Sampling(max_new_tokens=9)).ids
+    assert drawn(seed=1, top_p=1e-6) == greedy
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1.0},
+        {"temperature": float("nan")},
+        {"top_p": 0.0},
+        {"top_p": 1.5},
+        {"max_new_tokens": 0},
+        {"stop": ("",)},
+        {"stop": ("a",) * 17},
+        {"seed": -1},
+    ],
+)
+def test_sampling_rejects_values_out_of_range(options):
+    assert refusal(Sampling, **options)
+
+
+def test_a_turn_of_a_conversation_is_the_answer_to_all_turns_read_at_once(loaded, cache):
+    model, tokenizer = loaded
+    conversation = Conversation(model, tokenizer, cache)
+    sampling = Sampling(max_new_tokens=6)
+    texts = []
+    for number in range(3):
+        question = f"the cat {number}"
+        reads_again = Conversation(model, tokenizer, cache)
+        reads_again.messages = list(conversation.messages)
+        reads_again._ids = list(conversation._ids)
+        expected = reads_again.ask(question, sampling)
+        result = conversation.ask(question, sampling)
+        assert result.ids == expected.ids
+        texts += [question, result.text]
+    assert [message["content"] for message in conversation.messages] == texts
+    assert conversation._held
+
+
+def test_a_conversation_in_a_template_is_the_templates_text(loaded):
+    model, tokenizer = loaded
+    trace = kvcat.document_trace(model, tokenizer, DOCUMENT, chat=True)
+    conversation = Conversation(model, tokenizer, trace.dense_cache())
+    sampling = Sampling(max_new_tokens=5)
+    first = conversation.ask("the cat", sampling).text
+    second = conversation.ask("a stone", sampling)
+    messages = [
+        {"role": "user", "content": f"{DOCUMENT}\n\nthe cat"},
+        {"role": "assistant", "content": first},
+        {"role": "user", "content": "a stone"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    out = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+    assert second.ids == out[0, ids.shape[1] :].tolist()
+
+
+def test_a_question_that_does_not_fit_leaves_the_conversation_as_it_was(loaded, cache):
+    model, tokenizer = loaded
+    conversation = Conversation(model, tokenizer, cache)
+    first = conversation.ask("the cat", Sampling(max_new_tokens=4))
+    assert "no position is left" in refusal(
+        conversation.ask, "the cat " * 300, Sampling(max_new_tokens=4)
+    )
+    assert "empty" in refusal(conversation.ask, "", Sampling())
+    assert [message["content"] for message in conversation.messages] == ["the cat", first.text]
+    conversation.ask("the dog", Sampling(max_new_tokens=4))
+    assert len(conversation.messages) == 4

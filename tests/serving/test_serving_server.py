@@ -1,0 +1,287 @@
+"""kvcat serve: OpenAI's client and plain HTTP against a server with a tiny model."""
+
+import http.client
+import json
+import queue
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+import kvcat
+from kvcat.corpus import CorpusSettings, Store, compress_corpus
+from kvcat.corpus.manifest import cache_file
+from kvcat.serving.answers import Sampling
+from tiny import refusal, sentences, write_tiny_model
+
+pytest.importorskip("fastapi", reason="kvcat[serve] is not installed")
+uvicorn = pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
+
+from kvcat.serving.engine import CacheMemory, Engine, Question, RequestError, Ticket  # noqa: E402
+from kvcat.serving.server import ServerLimits, make_app  # noqa: E402
+
+DOCUMENTS = {f"doc/{number}": "".join(sentences(2, seed=number)) for number in range(8)}
+NAME = "tiny"
+KEY = "secret"
+LIMITS = ServerLimits(most_bytes=4000, most_tokens=32)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    """The address of a server, its engine, the model, and a store of whole documents in a chat
+    template."""
+    folder = tmp_path_factory.mktemp("server")
+    loaded = kvcat.load(write_tiny_model(folder / "model", seed=3, initializer_range=0.5))
+    rows = [json.dumps({"id": id, "text": text}) for id, text in DOCUMENTS.items()]
+    rows.append(json.dumps({"id": "damaged", "text": "the cat"}))
+    (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n")
+    settings = CorpusSettings(keep_ratio=1, chat=True)
+    compress_corpus(*loaded, folder / "corpus.jsonl", folder / "store", settings)
+    damaged = folder / "store" / cache_file("damaged")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    store = Store(folder / "store")
+    engine = Engine(*loaded, store, cache_bytes=60_000, most_waiting=80)
+    app = make_app(engine, NAME, limits=LIMITS, api_key=KEY)
+    config = uvicorn.Config(app, port=0, log_level="warning", ws="none")
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    yield port, engine, loaded, store
+    server.should_exit = True
+    thread.join(20)
+    assert not thread.is_alive()
+    assert not engine.is_alive
+
+
+def post(port, path="/v1/chat/completions", key=KEY, body=None, **fields):
+    """Status and JSON of a request."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    request = {
+        "model": NAME,
+        "kvcat": "doc/0",
+        "messages": [{"role": "user", "content": "the cat"}],
+        "temperature": 0,
+        "max_tokens": 4,
+    }
+    request.update(fields)
+    content = json.dumps(request) if body is None else body
+    connection.request("POST", path, content, {"Authorization": f"Bearer {key}"})
+    response = connection.getresponse()
+    result = response.status, json.loads(response.read())
+    connection.close()
+    return result
+
+
+def get(port, path, key=KEY):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+    response = connection.getresponse()
+    result = response.status, response.read().decode()
+    connection.close()
+    return result
+
+
+def stock_answer(loaded, document, question, num_tokens):
+    """What the model answers in plain transformers with the whole document in its prompt."""
+    model, tokenizer = loaded
+    messages = [{"role": "user", "content": f"{document}\n\n{question}"}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
+    out = model.generate(ids, max_new_tokens=num_tokens, do_sample=False, pad_token_id=0)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_64_concurrent_requests_get_the_answers_of_plain_transformers(served):
+    openai = pytest.importorskip("openai", reason="the client of OpenAI is not installed")
+    port, _, loaded, _ = served
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0)
+    expected = {
+        (id, question): stock_answer(loaded, text, question, 6)
+        for id, text in DOCUMENTS.items()
+        for question in ("the cat", "a stone finds the")
+    }
+    assert len(set(expected.values())) > 8
+    jobs = [(id, question, index % 2) for index in range(4) for id, question in expected]
+
+    def ask(job):
+        id, question, is_streamed = job
+        answer = client.chat.completions.create(
+            model=NAME,
+            messages=[{"role": "user", "content": question}],
+            temperature=0,
+            max_tokens=6,
+            stream=bool(is_streamed),
+            extra_body={"kvcat": id},
+        )
+        if not is_streamed:
+            return answer.choices[0].message.content
+        return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+    with ThreadPoolExecutor(64) as pool:
+        answers = list(pool.map(ask, jobs))
+    assert len(jobs) == 64
+    for (id, question, _), answer in zip(jobs, answers, strict=True):
+        assert answer == expected[id, question]
+    assert [model.id for model in client.models.list()] == [NAME]
+    client.close()
+
+
+def test_usage_counts_the_document_and_streams_report_it_if_wanted(served):
+    port, _, (_, tokenizer), store = served
+    status, answer = post(port)
+    assert status == 200
+    usage = answer["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": store.row("doc/0").tokens}
+    question = tokenizer("\n\nthe cat</user><assistant>", add_special_tokens=False).input_ids
+    assert usage["prompt_tokens"] == store.row("doc/0").tokens + len(question)
+    assert usage["completion_tokens"] == 4
+    assert answer["choices"][0]["finish_reason"] == "length"
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    request = {"model": NAME, "kvcat": ["doc/0"], "stream": True, "temperature": 0}
+    request |= {"messages": [{"role": "user", "content": "the cat"}], "max_tokens": 4}
+    request["stream_options"] = {"include_usage": True}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/chat/completions", json.dumps(request), headers)
+    lines = connection.getresponse().read().decode().split("\n\n")
+    assert lines[-2:] == ["data: [DONE]", ""]
+    assert json.loads(lines[-3].removeprefix("data: "))["usage"] == usage
+    connection.close()
+
+
+def test_a_stop_text_a_seed_and_top_p_have_an_effect(served):
+    port, _, _, _ = served
+    text = post(port, max_tokens=12)[1]["choices"][0]["message"]["content"]
+    stop = text[3:5]
+    answer = post(port, max_tokens=12, stop=[stop])[1]["choices"][0]
+    assert answer["message"]["content"] == text[: text.index(stop)]
+    assert answer["finish_reason"] == "stop"
+
+    def drawn(**fields):
+        return post(port, max_tokens=12, **fields)[1]["choices"][0]["message"]["content"]
+
+    assert drawn(temperature=1, seed=1) == drawn(temperature=1, seed=1)
+    assert len({drawn(temperature=1, seed=seed) for seed in range(4)}) > 1
+    assert drawn(temperature=1, top_p=1e-6, seed=1) == text
+
+
+@pytest.mark.parametrize(
+    ("fields", "status", "message"),
+    [
+        ({"kvcat": "../../etc/passwd"}, 404, "no document '../../etc/passwd'"),
+        ({"kvcat": None}, 400, "must name a document"),
+        ({"kvcat": ["doc/0", "doc/1"]}, 400, "names 2 documents"),
+        ({"kvcat": "damaged"}, 500, "document 'damaged': the store/"),
+        ({"model": "gpt"}, 404, "no model 'gpt'; there is 'tiny'"),
+        ({"messages": None}, 400, "messages is missing"),
+        ({"messages": [{"role": "system", "content": "x"}]}, 400, "first one the user's"),
+        ({"temperature": 9999}, 400, "temperature is 9999"),
+        ({"top_p": 0}, 400, "top_p is 0"),
+        ({"max_tokens": 33}, 400, "this server allows 32"),
+        ({"max_tokens": 0}, 400, "must be at least 1"),
+        ({"max_tokens": True}, 400, "wrong type"),
+        ({"stop": [1]}, 400, "stop must be"),
+        ({"n": 2}, 400, "n is not supported with the value 2"),
+        ({"tools": [{}]}, 400, "tools is not supported"),
+        ({"top_k": 3}, 400, "'top_k' is not supported"),
+        ({"body": "{"}, 400, "is not JSON"),
+        ({"body": "[]"}, 400, "no JSON object"),
+        ({"body": "x" * 4001}, 413, "longer than 4000 bytes"),
+        ({"key": "other"}, 401, "API key"),
+        ({"messages": [{"role": "user", "content": "the cat " * 300}]}, 400, "no position"),
+    ],
+)
+def test_a_wrong_request_gets_a_clear_error_and_the_server_lives_on(
+    served, fields, status, message
+):
+    port, _, _, store = served
+    found_status, answer = post(port, **fields)
+    assert (found_status, answer["error"]["code"]) == (status, status)
+    assert message in answer["error"]["message"]
+    assert store.address not in answer["error"]["message"]
+    assert post(port)[0] == 200
+
+
+def test_completions_put_one_text_after_the_document(served):
+    port, _, loaded, _ = served
+    prompt = {"prompt": "the cat", "messages": None}
+    status, answer = post(port, path="/v1/completions", max_tokens=6, **prompt)
+    assert status == 200
+    expected = stock_answer(loaded, DOCUMENTS["doc/0"], "the cat", 6)
+    assert answer["choices"][0]["text"] == expected
+    status, answer = post(port, path="/v1/completions", messages=None, prompt=["a"])
+    assert (status, answer["error"]["message"]) == (400, "prompt must be one text")
+
+
+def test_health_needs_no_key_and_metrics_count(served):
+    port, engine, _, _ = served
+    assert get(port, "/health", key="")[0] == 200
+    assert get(port, "/metrics", key="")[0] == 401
+    before = engine.num_answers
+    post(port)
+    status, text = get(port, "/metrics")
+    assert status == 200
+    assert f"kvcat_answers_total {before + 1}\n" in text
+    assert f"kvcat_documents {len(DOCUMENTS) + 1}\n" in text
+
+
+def test_memory_holds_the_caches_that_were_used_last(served):
+    _, _, _, store = served
+    size = store["doc/1"].nbytes
+    memory = CacheMemory(store, 3 * size, torch.device("cpu"))
+    for id in DOCUMENTS:
+        memory.find(id)
+        assert memory.num_bytes <= 3 * size
+    loads = memory.num_loads
+    memory.find("doc/7")
+    assert (memory.num_loads, memory.num_hits) == (loads, 1)
+    memory.find("doc/0")
+    assert memory.num_loads == loads + 1
+    small = CacheMemory(store, 10, torch.device("cpu"))
+    small.find("doc/0")
+    assert small.num_bytes == 0
+
+
+def test_too_many_waiting_requests_are_rejected(served):
+    _, _, loaded, store = served
+    question = Question("doc/0", "the cat", False, Sampling())
+    ticket = Ticket(question, lambda _: None)
+    engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=0)
+    with pytest.raises(RequestError, match="try again later") as caught:
+        engine.submit(ticket)
+    assert caught.value.status == 429
+    engine.close()
+    with pytest.raises(RequestError, match="shutting down"):
+        engine.submit(ticket)
+
+
+def test_an_answer_for_which_nobody_waits_ends_early(served):
+    _, _, loaded, store = served
+    engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=4)
+    events = queue.Queue()
+
+    def leave(event):
+        ticket.cancel()
+        events.put(event)
+
+    sampling = Sampling(max_new_tokens=100)
+    ticket = Ticket(Question("doc/0", "the cat", False, sampling), leave)
+    engine.submit(ticket)
+    found = [events.get(timeout=30)]
+    while isinstance(found[-1], str):
+        found.append(events.get(timeout=30))
+    result, _ = found[-1]
+    assert result.finish_reason == "cancelled"
+    assert len(result.ids) < 100
+    engine.close()
+
+
+def test_a_store_of_another_model_is_rejected(served, tiny_folder):
+    _, _, _, store = served
+    other = kvcat.load(tiny_folder)
+    message = refusal(Engine, *other, store, cache_bytes=1, most_waiting=1)
+    assert "belongs to another model" in message
