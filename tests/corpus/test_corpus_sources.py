@@ -20,8 +20,8 @@ def test_a_text_file_is_one_document_however_long_it_is(tmp_path):
     (tmp_path / "inner" / "long.txt").write_text(text)
     (tmp_path / "short.md").write_text("\ufeffHello")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
-    found = {document.id: document.text for document in documents(tmp_path)}
-    assert found == {"inner/long.txt": text, "short.md": "Hello"}
+    read = {document.id: document.text for document in documents(tmp_path)}
+    assert read == {"inner/long.txt": text, "short.md": "Hello"}
 
 
 def test_a_row_is_named_by_its_id_column_or_by_its_place(tmp_path):
@@ -35,15 +35,15 @@ def test_a_row_is_named_by_its_id_column_or_by_its_place(tmp_path):
     table = pyarrow.table({"name": ["p", "q"], "body": ["one", "two"]})
     parquet.write_table(table, tmp_path / "rows.parquet")
     columns = {"id_column": "name", "text_column": "body"}
-    found = documents(tmp_path / "rows.parquet", **columns)
-    assert [(one.id, one.text) for one in found] == [("p", "one"), ("q", "two")]
+    read = documents(tmp_path / "rows.parquet", **columns)
+    assert [(one.id, one.text) for one in read] == [("p", "one"), ("q", "two")]
 
 
 def test_a_row_or_file_without_a_text_is_a_document_with_a_problem(tmp_path):
     rows = ['{"id": "cut', {"id": "list", "text": ["x"]}, {"id": "none", "text": None}]
     rows += [{"id": "no column"}, "[1]", {"id": "good", "text": "x"}]
-    found = documents(write_rows(tmp_path / "rows.jsonl", rows))
-    problems = {one.id: one.problem for one in found}
+    read = documents(write_rows(tmp_path / "rows.jsonl", rows))
+    problems = {one.id: one.problem for one in read}
     assert "not JSON" in problems["rows.jsonl#0"]
     assert "holds list" in problems["list"]
     assert "holds nothing" in problems["none"]

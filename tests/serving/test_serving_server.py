@@ -199,8 +199,8 @@ def test_a_wrong_request_gets_a_clear_error_and_the_server_lives_on(
     served, fields, status, message
 ):
     port, _, _, store = served
-    found_status, answer = post(port, **fields)
-    assert (found_status, answer["error"]["code"]) == (status, status)
+    answer_status, answer = post(port, **fields)
+    assert (answer_status, answer["error"]["code"]) == (status, status)
     assert message in answer["error"]["message"]
     assert store.address not in answer["error"]["message"]
     assert post(port)[0] == 200
@@ -271,10 +271,10 @@ def test_an_answer_for_which_nobody_waits_ends_early(served):
     sampling = Sampling(max_new_tokens=100)
     ticket = Ticket(Question("doc/0", "the cat", False, sampling), leave)
     engine.submit(ticket)
-    found = [events.get(timeout=30)]
-    while isinstance(found[-1], str):
-        found.append(events.get(timeout=30))
-    result, _ = found[-1]
+    events_of_answer = [events.get(timeout=30)]
+    while isinstance(events_of_answer[-1], str):
+        events_of_answer.append(events.get(timeout=30))
+    result, _ = events_of_answer[-1]
     assert result.finish_reason == "cancelled"
     assert len(result.ids) < 100
     engine.close()

@@ -1,4 +1,4 @@
-"""The command ``kvcat compress``: the compact cache of a document as a file, or a corpus's store."""
+"""The command ``kvcat compress``: the cache of a document as a file, or a store of a corpus."""
 
 import dataclasses
 import hashlib

@@ -51,7 +51,7 @@ def compress_to_store(
         raise InputError("give one of --ray and --shard")
     if ray is None and workers is not None:
         raise InputError("--workers needs --ray")
-    part = None if shard is None else _parse_shard(shard)
+    shard_numbers = None if shard is None else _parse_shard(shard)
     early.check_method(method)
     early.check_device(device)
     early.check_model(model)
@@ -85,8 +85,9 @@ def compress_to_store(
 
         loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
         result = compress_corpus(
-            loaded, tokenizer, corpus, output, settings, shard=part, show_progress=True, **columns
-        )
+            loaded, tokenizer, corpus, output, settings, shard=shard_numbers, show_progress=True,
+            **columns,
+        )  # fmt: skip
     _show(result, output, settings)
 
 

@@ -78,8 +78,7 @@ def serve(
     model_name = name or Path(model).name
     app = make_app(engine, model_name, limits=ServerLimits(max_bytes, max_tokens), api_key=key)
     print(
-        f"serving {len(documents)} documents as model {model_name!r} on "
-        f"http://{host}:{port}/v1",
+        f"serving {len(documents)} documents as model {model_name!r} on http://{host}:{port}/v1",
         file=sys.stderr,
         flush=True,
     )

@@ -160,9 +160,7 @@ class CorpusCompressor:
 
     def _compress(self, trace: Trace) -> CompactCache:
         settings = self.settings
-        return self._compressor(
-            trace, keep_ratio=settings.keep_ratio, num_slots=settings.num_slots
-        )
+        return self._compressor(trace, keep_ratio=settings.keep_ratio, num_slots=settings.num_slots)
 
     def _held_out_kls(self, trace: Trace) -> list[float | None]:
         """KL(dense || compact) per document at the last quarter of the supervising positions.

@@ -129,9 +129,7 @@ def _manifest_rows(storage: Storage) -> list[Row]:
         records = parquet.read_table(io.BytesIO(content), columns=names).to_pylist()
         return [Row(**record) for record in records]
     except (pyarrow.ArrowException, TypeError, OSError) as error:
-        raise InputError(
-            f"{storage.address}/{MANIFEST} is damaged: {one_line(error)}"
-        ) from None
+        raise InputError(f"{storage.address}/{MANIFEST} is damaged: {one_line(error)}") from None
 
 
 def journal_rows(storage: Storage, name: str) -> list[Row]:

@@ -95,9 +95,7 @@ def _text_document(file: SourceFile) -> CorpusDocument:
         )
 
 
-def _row_document(
-    values: dict[str, Any] | bytes, row: int, file: SourceFile
-) -> CorpusDocument:
+def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> CorpusDocument:
     """The document in a row of a table."""
     default_id = f"{file.name}#{row}"
     try:

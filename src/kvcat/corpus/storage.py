@@ -225,9 +225,8 @@ class RemoteStorage(Storage):
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
-        with self._connection(f"remove {name} from"):
-            with suppress(FileNotFoundError):
-                self.filesystem.rm_file(f"{self.root}/{name}")
+        with self._connection(f"remove {name} from"), suppress(FileNotFoundError):
+            self.filesystem.rm_file(f"{self.root}/{name}")
 
     def save_cache(self, name: str, cache: CompactCache) -> None:
         """Write a cache file, or replace it."""

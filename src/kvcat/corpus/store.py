@@ -31,6 +31,7 @@ SETTINGS = "store.json"
 CHECKSUM_ENTRY = "text_checksum"
 """The entry of a cache's metadata with the checksum of its text."""
 _FORMAT = "kvcat-store-1"
+_SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
 _SECONDS_OF_A_WRITER = 24 * 3600.0  # after which a remote log without a new row has no writer
 
 
@@ -52,7 +53,7 @@ class Store:
             raise InputError(f"no store of caches in {address}: it has no {SETTINGS}")
         self.settings = settings
         """How its caches were made, and the name and fingerprint of their model."""
-        self._rows = read_rows(self._storage)
+        self.refresh()
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -75,7 +76,8 @@ class Store:
         Raises:
             InputError: the store has no document of that id.
         """
-        if id not in self._rows:
+        is_old = time.monotonic() - self._read_at > _SECONDS_BETWEEN_READS
+        if id not in self._rows and is_old:
             self.refresh()
         if id not in self._rows:
             raise InputError(f"store {self.address} has no document {_shown(id)}")
@@ -84,6 +86,7 @@ class Store:
     def refresh(self) -> None:
         """Read the manifest again, which another process may have written."""
         self._rows = read_rows(self._storage)
+        self._read_at = time.monotonic()
 
     def __len__(self) -> int:
         return len(self.ids)

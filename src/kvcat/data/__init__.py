@@ -1,6 +1,13 @@
 """Documents and tokens: sources of text, held-out splits, and batches."""
 
-from kvcat.data.documents import Document, SourceFile, open_documents, open_rows, open_source, row_columns
+from kvcat.data.documents import (
+    Document,
+    SourceFile,
+    open_documents,
+    open_rows,
+    open_source,
+    row_columns,
+)
 from kvcat.data.packing import Encoder, pack
 from kvcat.data.split import Split, hash_order, name_seed, split_documents, split_of
 from kvcat.data.streams import TokenData, TokenLoader, merge_states, open_tokens

@@ -22,7 +22,7 @@ MOST_STOPS = 16
 _REPLACEMENT = "\ufffd"  # what a tokenizer writes for a character whose bytes are not complete
 _CONTEXT_TOKENS = 8  # decoded before new tokens, so that these become the same text as in the whole
 
-OnText = Callable[[str], None]
+TakeText = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,7 @@ def answer(
     inputs: Mapping[str, Any],
     sampling: Sampling,
     *,
-    on_text: OnText | None = None,
+    on_text: TakeText | None = None,
     is_cancelled: Callable[[], bool] | None = None,
 ) -> Answer:
     """The answer to a question after a compact cache.
@@ -113,7 +113,7 @@ def answer(
     torch.manual_seed(sampling.seed)
     settings = sampling.settings()
     with plain_generation(model, max_new_tokens=sampling.max_new_tokens, **settings) as config:
-        model.generate(
+        model.generate(  # type: ignore[operator]
             **inputs,
             streamer=stream,
             generation_config=config,
@@ -169,7 +169,7 @@ class _AnswerStream(BaseStreamer):
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], on_text: OnText | None
+        self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...], on_text: TakeText | None
     ) -> None:
         self.ids: list[int] = []
         self.text = ""

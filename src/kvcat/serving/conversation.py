@@ -10,7 +10,7 @@ from kvcat.cache import CACHE_NAME, CompactCache, cache_argument
 from kvcat.compress import question_ids
 from kvcat.compress.chat import ChatTemplate
 from kvcat.models import end_tokens
-from kvcat.serving.answers import Answer, OnText, Sampling, answer, answer_length
+from kvcat.serving.answers import Answer, TakeText, Sampling, answer, answer_length
 from kvcat.tokenization import TextEncoder, check_text
 
 _BETWEEN_TURNS = "\n"  # of a document without a chat template
@@ -41,7 +41,7 @@ class Conversation:
         self._held: list[int] = []  # tokens after the document in the past
         self._ids: list[int] = []  # all tokens after a document without a chat template
 
-    def ask(self, text: str, sampling: Sampling, *, on_text: OnText | None = None) -> Answer:
+    def ask(self, text: str, sampling: Sampling, *, on_text: TakeText | None = None) -> Answer:
         """The answer to a question; both become part of the conversation.
 
         Raises:

@@ -144,7 +144,7 @@ class ResponseForm:
         """A complete answer."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": finish_reason, "logprobs": None}
         if self._is_chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+            choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
         name = "chat.completion" if self._is_chat else "text_completion"

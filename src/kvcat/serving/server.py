@@ -49,7 +49,7 @@ def make_app(
         limits: bounds on requests.
         api_key: what clients must send as a bearer token, except for /health; None: nothing.
     """
-    bounds = limits or ServerLimits()
+    routes = _Routes(engine, name, limits or ServerLimits(), api_key)
 
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -57,24 +57,64 @@ def make_app(
         await asyncio.to_thread(engine.close)
 
     app = FastAPI(title="kvcat", lifespan=lifespan, docs_url=None, redoc_url=None, openapi_url=None)
+    app.add_exception_handler(RequestError, _reject)
+    app.add_api_route("/v1/chat/completions", routes.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/completions", routes.completions, methods=["POST"])
+    app.add_api_route("/v1/models", routes.models)
+    app.add_api_route("/metrics", routes.metrics)
+    app.add_api_route("/health", routes.health)
+    return app
 
-    @app.exception_handler(RequestError)
-    async def reject(_: Request, error: RequestError) -> Response:
-        headers = {"Retry-After": "1"} if error.status == 429 else None
-        return JSONResponse(error_record(error), error.status, headers=headers)
 
-    def check_key(request: Request) -> None:
+class _Routes:
+    """What the server does for each path; arguments as in ``make_app``."""
+
+    def __init__(
+        self, engine: Engine, name: str, limits: ServerLimits, api_key: str | None
+    ) -> None:
+        self._engine = engine
+        self._name = name
+        self._limits = limits
+        self._api_key = api_key
+
+    async def chat_completions(self, request: Request) -> Response:
+        """An answer to messages."""
+        return await self._complete(request, is_chat=True)
+
+    async def completions(self, request: Request) -> Response:
+        """An answer to one text."""
+        return await self._complete(request, is_chat=False)
+
+    async def models(self, request: Request) -> Response:
+        """The one model."""
+        self._check_key(request)
+        model = {"id": self._name, "object": "model", "created": 0, "owned_by": "kvcat"}
+        return JSONResponse({"object": "list", "data": [model]})
+
+    async def health(self) -> Response:
+        """Whether questions are answered."""
+        is_alive = self._engine.is_alive
+        return JSONResponse({"status": "ok" if is_alive else "closed"}, 200 if is_alive else 503)
+
+    async def metrics(self, request: Request) -> Response:
+        """Counters for Prometheus."""
+        self._check_key(request)
+        return PlainTextResponse(metrics_text(self._engine))
+
+    def _check_key(self, request: Request) -> None:
+        """Reject a request without the key."""
+        if self._api_key is None:
+            return
         sent = request.headers.get("authorization", "")
-        if api_key is not None and not secrets.compare_digest(
-            sent.encode(), f"Bearer {api_key}".encode()
-        ):
+        if not secrets.compare_digest(sent.encode(), f"Bearer {self._api_key}".encode()):
             raise RequestError(401, "the API key is missing or wrong")
 
-    async def complete(request: Request, *, is_chat: bool) -> Response:
-        check_key(request)
-        body = await _read_body(request, bounds.most_bytes)
+    async def _complete(self, request: Request, *, is_chat: bool) -> Response:
+        """An answer, whole or as server-sent events."""
+        self._check_key(request)
+        body = await _read_body(request, self._limits.most_bytes)
         fields = parse_request(
-            body, is_chat=is_chat, model=name, most_tokens=bounds.most_tokens
+            body, is_chat=is_chat, model=self._name, most_tokens=self._limits.most_tokens
         )
         loop = asyncio.get_running_loop()
         events: asyncio.Queue[Any] = asyncio.Queue()
@@ -84,8 +124,8 @@ def make_app(
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
         ticket = Ticket(fields["question"], on_event)
-        engine.submit(ticket)
-        form = ResponseForm(name, is_chat=is_chat)
+        self._engine.submit(ticket)
+        form = ResponseForm(self._name, is_chat=is_chat)
         if not fields["is_streamed"]:
             return JSONResponse(await _whole_answer(request, ticket, events, form))
         first = await _next_event(request, ticket, events)
@@ -94,31 +134,13 @@ def make_app(
         chunks = _chunks(ticket, events, form, first, has_usage=fields["has_usage"])
         return StreamingResponse(chunks, media_type="text/event-stream")
 
-    @app.post("/v1/chat/completions")
-    async def chat_completions(request: Request) -> Response:
-        return await complete(request, is_chat=True)
 
-    @app.post("/v1/completions")
-    async def completions(request: Request) -> Response:
-        return await complete(request, is_chat=False)
-
-    @app.get("/v1/models")
-    async def models(request: Request) -> Response:
-        check_key(request)
-        model = {"id": name, "object": "model", "created": 0, "owned_by": "kvcat"}
-        return JSONResponse({"object": "list", "data": [model]})
-
-    @app.get("/health")
-    async def health() -> Response:
-        status = 200 if engine.is_alive else 503
-        return JSONResponse({"status": "ok" if engine.is_alive else "closed"}, status)
-
-    @app.get("/metrics")
-    async def metrics(request: Request) -> Response:
-        check_key(request)
-        return PlainTextResponse(metrics_text(engine))
-
-    return app
+async def _reject(_: Request, error: Exception) -> Response:
+    """The response to a request that cannot be answered."""
+    if not isinstance(error, RequestError):
+        raise error
+    headers = {"Retry-After": "1"} if error.status == 429 else None
+    return JSONResponse(error_record(error), error.status, headers=headers)
 
 
 def run_server(app: FastAPI, host: str, port: int) -> None:

@@ -1,0 +1,186 @@
+"""Compression of a corpus on a Ray cluster: batches as rows of a data set, one model an actor.
+
+Scheduling, retries of lost work and the number of actors are Ray Data's.
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvcat.cache import fingerprint
+from kvcat.corpus.compressor import CorpusCompressor, EncodedDocument, encode_document
+from kvcat.corpus.manifest import Row
+from kvcat.corpus.plan import measure_corpus, planned_batches
+from kvcat.corpus.run import CorpusResult, record_rows
+from kvcat.corpus.settings import CorpusSettings
+from kvcat.corpus.sources import CorpusDocument, corpus_files, read_corpus
+from kvcat.corpus.storage import open_storage
+from kvcat.corpus.store import open_writer
+from kvcat.errors import InputError
+from kvcat.models import load, load_tokenizer, model_name
+
+try:
+    import ray  # pyright: ignore[reportMissingImports]
+    import ray.data  # pyright: ignore[reportMissingImports]
+except ImportError as error:
+    raise InputError(f"--ray needs Ray: pip install 'kvcat[ray]' ({error})") from None
+
+_BATCH = "batch"
+_ROWS = "rows"
+
+
+class RayCompressor:
+    """An actor of Ray Data: loads the model once, then compresses batches.
+
+    Args:
+        model: folder or Hub name, readable on every node.
+        store: address, writable on every node.
+        settings: how caches are made.
+        device: torch device.
+        dtype: type of the weights.
+    """
+
+    def __init__(
+        self, model: str, store: str, settings: CorpusSettings, device: str, dtype: str
+    ) -> None:
+        loaded, self._tokenizer = load(model, dtype=dtype, device=device)
+        self._settings = settings
+        storage = open_storage(store)
+        self._compress = CorpusCompressor(loaded, self._tokenizer, settings, storage)
+
+    def __call__(self, table: dict[str, Any]) -> dict[str, list[str]]:
+        """For every batch, as JSON, the rows of its documents, whose caches are then stored."""
+        results = []
+        for content in table[_BATCH]:
+            batch = []
+            for record in json.loads(content):
+                is_made = record.pop("is_made")
+                document = CorpusDocument(**record)
+                encoded = encode_document(document, self._tokenizer, self._settings)
+                batch.append(EncodedDocument(document, encoded.sequence, encoded.problem, is_made))
+            rows = [row.record() for row in self._compress(batch)]
+            results.append(json.dumps(rows))
+        return {_BATCH: list(table[_BATCH]), _ROWS: results}
+
+
+def compress_on_ray(
+    model: str,
+    source: str | Path,
+    store: str | Path,
+    settings: CorpusSettings,
+    *,
+    address: str = "auto",
+    workers: int | None = None,
+    device: str = "cpu",
+    dtype: str = "float32",
+    text_column: str = "text",
+    id_column: str = "id",
+    show_progress: bool = False,
+) -> CorpusResult:
+    """Compress a corpus as ``compress_corpus`` does, on a Ray cluster.
+
+    An actor has one accelerator, or one processor if the device is "cpu". If an actor dies, Ray
+    starts another, which repeats its batch: caches have the same names and the manifest has one row
+    per document, so that nothing is lost and nothing exists twice. The texts of the corpus pass
+    through Ray's object store.
+
+    Args:
+        model: folder or Hub name, readable on every node.
+        source, store, settings, text_column, id_column, show_progress: as in ``compress_corpus``.
+        address: of the cluster, or "auto" for the running one.
+        workers: most actors; None: one for every device of the cluster.
+        device: torch device of the actors.
+        dtype: type of the weights.
+
+    Raises:
+        InputError: no cluster at the address; and as ``compress_corpus``.
+    """
+    store = _absolute(store)
+    model = _absolute(model) if Path(model).expanduser().exists() else model
+    files = corpus_files(str(source), text_column=text_column, id_column=id_column, store=store)
+    tokenizer = load_tokenizer(model)
+    _connect(address)
+    resources = {"num_cpus": 1} if device == "cpu" else {"num_gpus": 1}
+    identify: Any = ray.remote(**resources)(_identity)
+    identity = ray.get(identify.remote(model, device, dtype))
+    about = {**settings.record(), "dtype": dtype, **identity}
+
+    def encode(document: CorpusDocument) -> EncodedDocument:
+        return encode_document(document, tokenizer, settings)
+
+    with open_writer(store, about) as writer:
+        size = measure_corpus(read_corpus(files), writer.has)
+        batches = list(planned_batches(read_corpus(files), encode, writer.has))
+        most = workers or _num_devices(device)
+        data = ray.data.from_items(
+            [{_BATCH: _as_json(batch)} for batch in batches],
+            override_num_blocks=max(1, len(batches)),
+        ).map_batches(
+            RayCompressor,
+            batch_size=1,
+            compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
+            fn_constructor_args=(model, store, settings, device, dtype),
+            max_restarts=-1,
+            max_task_retries=-1,
+            **resources,
+        )
+        results = _results(data) if batches else iter(())
+        return record_rows(writer, size, results, show_progress=show_progress)
+
+
+def _absolute(address: str | Path) -> str:
+    """An address that means the same in another process."""
+    text = str(address)
+    return text if "://" in text else str(Path(text).expanduser().resolve())
+
+
+def _connect(address: str) -> None:
+    """Connect to a cluster, unless this process is connected."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level="error")
+    except (ConnectionError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise InputError(f"no Ray cluster at {address}: {reason}") from None
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def _identity(model: str, device: str, dtype: str) -> dict[str, str]:
+    """The name and fingerprint of a model, computed on the cluster."""
+    loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
+    return {"model": model_name(loaded), "fingerprint": fingerprint(loaded)}
+
+
+def _num_devices(device: str) -> int:
+    """The processors or accelerators of the cluster."""
+    name = "CPU" if device == "cpu" else "GPU"
+    count = int(ray.cluster_resources().get(name, 0))
+    if count == 0:
+        raise InputError(f"the Ray cluster has no {name} for device {device}")
+    return count
+
+
+def _as_json(batch: Sequence[EncodedDocument]) -> str:
+    """A batch as a text, which Ray passes to another process."""
+    return json.dumps([_record(encoded.document, encoded.is_made) for encoded in batch])
+
+
+def _record(document: CorpusDocument, is_made: bool) -> dict[str, Any]:
+    return {
+        "id": document.id,
+        "text": document.text,
+        "problem": document.problem,
+        "is_made": is_made,
+    }
+
+
+def _results(data: Any) -> Iterator[tuple[list[EncodedDocument], list[Row]]]:
+    """Documents and rows of the batches, as they are finished."""
+    for result in data.iter_rows():
+        batch = []
+        for record in json.loads(result[_BATCH]):
+            is_made = record.pop("is_made")
+            batch.append(EncodedDocument(CorpusDocument(**record), is_made=is_made))
+        yield batch, [Row(**record) for record in json.loads(result[_ROWS])]
