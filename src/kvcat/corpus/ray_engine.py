@@ -28,6 +28,7 @@ except ImportError as error:
 
 _BATCH = "batch"
 _ROWS = "rows"
+_MOST_BLOCKS = 2000  # what a lost worker repeats is one block
 
 
 class RayCompressor:
@@ -101,6 +102,7 @@ def compress_on_ray(
     files = corpus_files(str(source), text_column=text_column, id_column=id_column, store=store)
     tokenizer = load_tokenizer(model)
     _connect(address)
+    ray.data.DataContext.get_current().enable_progress_bars = False
     resources = {"num_cpus": 1} if device == "cpu" else {"num_gpus": 1}
     identify: Any = ray.remote(**resources)(_identity)
     identity = ray.get(identify.remote(model, device, dtype))
@@ -115,7 +117,7 @@ def compress_on_ray(
         most = workers or _num_devices(device)
         data = ray.data.from_items(
             [{_BATCH: _as_json(batch)} for batch in batches],
-            override_num_blocks=max(1, len(batches)),
+            override_num_blocks=max(1, min(len(batches), _MOST_BLOCKS)),
         ).map_batches(
             RayCompressor,
             batch_size=1,
@@ -144,7 +146,6 @@ def _connect(address: str) -> None:
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = " ".join(str(error).split())[:150]
         raise InputError(f"no Ray cluster at {address}: {reason}") from None
-    ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 def _identity(model: str, device: str, dtype: str) -> dict[str, str]:

@@ -10,7 +10,7 @@ from kvcat.cache import CACHE_NAME, CompactCache, cache_argument
 from kvcat.compress import question_ids
 from kvcat.compress.chat import ChatTemplate
 from kvcat.models import end_tokens
-from kvcat.serving.answers import Answer, TakeText, Sampling, answer, answer_length
+from kvcat.serving.answers import Answer, Sampling, TakeText, answer, answer_length
 from kvcat.tokenization import TextEncoder, check_text
 
 _BETWEEN_TURNS = "\n"  # of a document without a chat template

@@ -1,0 +1,162 @@
+"""compress --corpus, info, generate and chat with a store, from the command line."""
+
+import io
+import json
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+
+from kvcat.cli.app import run
+from kvcat.corpus import Store
+from tiny import sentences
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Three documents, one of them empty."""
+    file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    texts = ["".join(sentences(2, seed=1)), "".join(sentences(2, seed=2)), ""]
+    rows = [json.dumps({"id": f"a/{number}", "text": text}) for number, text in enumerate(texts)]
+    file.write_text("\n".join(rows) + "\n")
+    return file
+
+
+@pytest.fixture(scope="module")
+def store(tiny_folder, corpus):
+    """Its store, in a chat template."""
+    folder = corpus.parent / "store"
+    options = ["--keep", "0.5", "--chat", "-o", folder]
+    assert kvcat("compress", tiny_folder, "--corpus", corpus, *options) == 0
+    return folder
+
+
+def kvcat(*words):
+    return run([str(word) for word in words])
+
+
+def test_a_corpus_is_compressed_described_and_continued(tiny_folder, corpus, store, capsys):
+    assert Store(store).ids == ("a/0", "a/1")
+    assert kvcat("info", store) == 0
+    shown = capsys.readouterr().out
+    assert "2 caches, 1 documents without one" in shown
+    assert "the document is empty" in shown
+    assert kvcat("info", store, "--id", "a/1") == 0
+    assert "id a/1" in capsys.readouterr().out
+    words = ["compress", tiny_folder, "--corpus", corpus, "--keep", "0.5", "--chat", "-o", store]
+    assert kvcat(*words) == 0
+    said = capsys.readouterr()
+    assert "0 caches made and 2 kept of 3 documents, 1 without a cache" in said.out
+    assert "no cache of 'a/2': the document is empty" in said.err
+
+
+def test_generate_prints_json_and_ends_at_a_stop_text(tiny_folder, store, capsys):
+    words = ["generate", tiny_folder, "--store", store, "--id", "a/0", "--max-new-tokens", 8]
+    words += ["--prompt", "the cat", "--prompt", "the dog", "--json"]
+    assert kvcat(*words) == 0
+    first, second = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert (first["prompt"], second["prompt"]) == ("the cat", "the dog")
+    assert first["finish_reason"] == "length"
+    assert first["answer_tokens"] == 8
+    assert first["document_tokens"] == Store(store).row("a/0").tokens
+    stop = first["answer"][2:4]
+    assert kvcat(*words, "--stop", stop) == 0
+    stopped = json.loads(capsys.readouterr().out.splitlines()[0])
+    assert stopped["answer"] == first["answer"][: first["answer"].index(stop)]
+    assert stopped["finish_reason"] == "stop"
+
+
+def test_chat_answers_line_by_line_and_saves_the_conversation(
+    tiny_folder, store, tmp_path, capsys, monkeypatch
+):
+    saved = tmp_path / "talk.json"
+    lines = f"the cat\n\n/nonsense\n/save {saved}\nthe dog\n/save {saved}\n/quit\nnever\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
+    assert kvcat(*words) == 0
+    said = capsys.readouterr()
+    assert "/nonsense is no command" in said.err
+    assert "exists: name a new file" in said.err
+    messages = json.loads(saved.read_text())["messages"]
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert messages[0]["content"] == "the cat"
+    assert said.out.startswith(messages[1]["content"] + "\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--text", "x", "--corpus", "x"], "give one of --text and --corpus"),
+        (["--corpus", "x", "--max-kl", "0.1"], "--max-kl is for one document"),
+        (["--corpus", "x", "--overwrite"], "--overwrite is for one document"),
+        (["--corpus", "x", "--keep", "0.1", "--slots", "3"], "give one of --keep and --slots"),
+        (["--corpus", "x", "--shard", "3/3"], "--shard is '3/3'"),
+        (["--corpus", "x", "--shard", "0/2", "--ray", "auto"], "one of --ray and --shard"),
+        (["--corpus", "x", "--workers", "2"], "--workers needs --ray"),
+        (["--corpus", "missing-corpus"], "no such text file or folder"),
+        (["--corpus", "x", "--check", "--supervision", "self"], "check needs supervision"),
+        (["--text", "x", "--check"], "--check needs --corpus"),
+        (["--text", "x", "--shard", "0/2"], "--shard needs --corpus"),
+        ([], "missing --text or --corpus"),
+    ],
+)
+def test_wrong_options_of_compress_are_rejected_before_work(
+    tiny_folder, tmp_path, monkeypatch, mistake, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    assert message in mistake("compress", tiny_folder, "-o", "store", *words)
+    assert not (tmp_path / "store").exists()
+
+
+def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
+    tiny_folder, corpus, store, mistake, monkeypatch
+):
+    monkeypatch.setattr("kvcat.models.load", None)
+    message = mistake("compress", tiny_folder, "--corpus", corpus, "--chat", "-o", store)
+    assert "was made with keep_ratio 0.5, not 0.1" in message
+
+
+def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):
+    words = ["generate", tiny_folder, "--prompt", "x"]
+    assert "give either --cache" in mistake(*words)
+    assert "give either --cache" in mistake(*words, "--cache", "x", "--store", store)
+    assert "belong together" in mistake(*words, "--store", store)
+    assert "no document 'b'" in mistake(*words, "--store", store, "--id", "b")
+    assert "has no cache: the document is empty" in mistake(
+        "chat", tiny_folder, "--store", store, "--id", "a/2"
+    )
+    assert "no store of caches" in mistake("serve", tiny_folder, "--store", store.parent)
+    assert "--port is 70000" in mistake("serve", tiny_folder, "--store", store, "--port", 70000)
+
+
+@pytest.mark.slow
+def test_a_server_answers_and_ends_cleanly_when_it_is_asked_to(tiny_folder, store):
+    pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
+    port = 18431
+    words = ["serve", tiny_folder, "--store", store, "--port", port, "--name", "tiny"]
+    command = [sys.executable, "-m", "kvcat", *map(str, words)]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+        assert "serving 2 documents as model 'tiny'" in server.stderr.readline()
+        address = f"http://127.0.0.1:{port}"
+        wait_until_healthy(address)
+        fields = {"model": "tiny", "kvcat": "a/0", "max_tokens": 3, "prompt": "the cat"}
+        body = json.dumps(fields).encode()
+        with urllib.request.urlopen(f"{address}/v1/completions", body) as response:
+            assert json.load(response)["usage"]["completion_tokens"] == 3
+        server.terminate()
+        assert server.wait(30) in (0, -signal.SIGTERM)
+        assert server.stderr.read() == ""
+
+
+def wait_until_healthy(address):
+    """Wait until a server answers."""
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"{address}/health").close()
+            return
+        except OSError:
+            time.sleep(0.1)
+    pytest.fail(f"no server at {address}")
