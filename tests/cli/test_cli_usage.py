@@ -69,7 +69,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("nonsense", "nonsense"),
         ("train large --help", "no recipe 'large': small, "),
         ("train small --model m --target-keep 1.5", "target_keep is 1.5"),
-        ("compress m", "missing --text, --output"),
+        ("compress m", "missing --output"),
         ("compress m --text gone.txt -o c", "cannot use gone.txt: No such file or directory"),
         (
             "compress m --text t.txt -o c --keep 0.1 --slots 3",
