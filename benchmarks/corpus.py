@@ -24,7 +24,7 @@ def texts_of(tokenizer, source, num_documents, num_tokens):
     """Texts of about a number of tokens, from consecutive documents of a source."""
     ids = []
     for document in open_documents(source):
-        ids += tokenizer(document.text, add_special_tokens=False).input_ids
+        ids += tokenizer(document.text, add_special_tokens=False, verbose=False).input_ids
         if len(ids) >= num_documents * num_tokens:
             break
     draw = random.Random(0)

@@ -10,6 +10,11 @@ EXTRAS = {
 }
 """Packages of each extra. Each extra includes those before it."""
 _EXTRA_OF_COMMAND = {
+    "compress": "corpus",
+    "generate": "corpus",
+    "chat": "corpus",
+    "info": "corpus",
+    "serve": "serve",
     "prepare": "train",
     "train": "train",
     "eval": "eval",

@@ -118,26 +118,28 @@ def _show(result: "CorpusResult", output: str, settings: "CorpusSettings") -> No
 
 def store_facts(store: "Store") -> dict[str, str]:
     """What ``kvcat info`` shows about a store, by name."""
-    manifest = store.manifest
-    made = manifest[manifest["error"].isna()]
-    failed = manifest[manifest["error"].notna()]
+    rows = store.rows
+    made = [row for row in rows if row.error is None]
+    failed = [row for row in rows if row.error is not None]
     settings: dict[str, Any] = dict(store.settings)
     model = settings.pop("model")
     fingerprint = settings.pop("fingerprint")
     method = settings.pop("method")
     shown = {name: value for name, value in settings.items() if value not in (None, False)}
+    num_tokens = sum(row.tokens or 0 for row in made)
+    num_slots = sum(row.slots or 0 for row in made)
+    kls = [row.kl for row in made if row.kl is not None]
     facts = {
         "store": f"{len(made)} caches, {len(failed)} documents without one",
-        "tokens": f"{int(made['tokens'].sum()):,} in {made['slots'].sum():,.0f} slots per layer "
-        "and head",
-        "bytes": f"{int(made['bytes'].sum()):,}",
+        "tokens": f"{num_tokens:,} in {num_slots:,.0f} slots per layer and head",
+        "bytes": f"{sum(row.bytes or 0 for row in made):,}",
         "method": str(method),
         "model": f"{model}, fingerprint {fingerprint[:12]}",
         "settings": ", ".join(f"{name} {value}" for name, value in sorted(shown.items())),
-        "time": f"{made['seconds'].sum():.1f} s",
+        "time": f"{sum(row.seconds for row in made):.1f} s",
     }
-    if made["kl"].notna().any():
-        facts["kl"] = f"{made['kl'].mean():.5f} nats per token on average, held out"
-    for row in failed.head(_SHOWN_FAILURES).itertuples():
-        facts[f"no {str(row.id)[:40]!r}"] = str(row.error)
+    if kls:
+        facts["kl"] = f"{sum(kls) / len(kls):.5f} nats per token on average, held out"
+    for row in failed[:_SHOWN_FAILURES]:
+        facts[f"no {row.id[:40]!r}"] = str(row.error)
     return facts

@@ -61,11 +61,16 @@ class Store:
         return tuple(sorted(id for id, row in self._rows.items() if row.error is None))
 
     @property
+    def rows(self) -> list[Row]:
+        """One row per document, sorted by id, with those that have no cache."""
+        return [self._rows[id] for id in sorted(self._rows)]
+
+    @property
     def manifest(self) -> "pd.DataFrame":
-        """One row per document, sorted by id, with those that have no cache (``Row``)."""
+        """``rows`` as a table of pandas."""
         import pandas as pd
 
-        rows = [self._rows[id].record() for id in sorted(self._rows)]
+        rows = [row.record() for row in self.rows]
         columns = list(Row.__dataclass_fields__)
         table = pd.DataFrame(rows, columns=pd.Index(columns))
         return table.astype({"tokens": "Int64", "bytes": "Int64", "slots": float, "kl": float})
