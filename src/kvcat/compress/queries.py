@@ -1,5 +1,6 @@
 """The queries to which Attention Matching is fitted, and the weight of each query's error."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -7,12 +8,14 @@ from typing import NamedTuple
 import torch
 
 from kvcat.attention.mass import log_mass
-from kvcat.compress.trace import Trace, sampled_positions
+from kvcat.compress.trace import PastQueries, Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_PARTS = 3
+_GOLDEN = (math.sqrt(5) - 1) / 2
+PAST_POWER = 0.5
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,8 @@ class FittedQueries:
     """Queries for a fit, with the error weights factor * m / (m + exp(log_later_mass)).
 
     Here m is the attention mass on the prefix, so that the quotient is the share of the query's
-    attention that goes to the prefix. Supervising queries come first, then those of the prefix.
+    attention that goes to the prefix. Protected slots (``protection``) are not fitted: their mass
+    is part of exp(log_later_mass), and m is that of the others. Supervising queries come first, then those of the prefix.
 
     Args:
         trace: the trace that the queries come from.
@@ -53,8 +57,8 @@ class FittedQueries:
             sees after the prefix; -inf if all queries count equally.
         fit_boost: further factors of those queries to which log-bias and values are fitted. They
             come first; the other queries only select keys.
-        causal: the queries are those of the prefix at their original positions, and do not see
-            later keys.
+        num_unseen: number of the last slots that each query does not see, for queries of the
+            prefix at their original positions; None: every query sees all slots.
     """
 
     trace: Trace
@@ -63,7 +67,12 @@ class FittedQueries:
     factors: Float[Tensor, " queries"]
     log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
     fit_boost: Float[Tensor, " fitted"]
-    causal: bool = False
+    num_unseen: Int[Tensor, " queries"] | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the queries are at their original positions, where they do not see all slots."""
+        return self.num_unseen is not None
 
     @property
     def num_queries(self) -> int:
@@ -89,6 +98,9 @@ class FittedQueries:
         if self.moved is None or not num_moved:
             return supervising
         prefix_queries = self.trace.prefix_queries[layer][example]
+        if self.trace.past_queries is not None:
+            past_states = self.trace.past_queries.states[layer][example]
+            prefix_queries = torch.cat([prefix_queries, past_states], dim=1)
         num_kept = prefix_queries.shape[1]
         kept_rows = self.moved.rows[:num_moved].to(supervising.device)
         flat_rows = head_rows.unsqueeze(1) * num_kept + kept_rows  # (heads, num_moved)
@@ -126,12 +138,67 @@ def fitted_queries(
     """
     moved = _moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
-        return _supervising_queries(trace, by_share=by_share)
-    if not by_share:
-        moved = replace(moved, log_later_mass=_no_mass(moved.log_later_mass))
-    if trace.supervision == "self":
-        return _moved_alone(trace, moved)
-    return _with_moved(_supervising_queries(trace, by_share=by_share), moved, own_weight)
+        fitted = _supervising_queries(trace, by_share=by_share)
+    else:
+        if not by_share:
+            moved = replace(moved, log_later_mass=_no_mass(moved.log_later_mass))
+        if trace.supervision == "self":
+            fitted = _moved_alone(trace, moved)
+        else:
+            supervising = _supervising_queries(trace, by_share=by_share)
+            fitted = _with_moved(supervising, moved, own_weight)
+    return _with_protected_mass(fitted) if trace.protected else fitted
+
+
+def _with_protected_mass(fitted: FittedQueries) -> FittedQueries:
+    """The queries for a fit of the slots that are not protected.
+
+    Queries that see none of these are left out.
+    """
+    trace = fitted.trace
+    num_protected = trace.num_protected
+    last_seen = torch.full([fitted.num_queries], num_protected - 1)
+    if fitted.num_unseen is not None:
+        fitted, last_seen = _seeing_unprotected(fitted)
+    masses = []
+    for layer, later in enumerate(fitted.log_later_mass):
+        keys = trace.keys[layer].index_select(2, trace.protected_slots(layer))
+        every_head = list(range(later.shape[1]))
+        states = [
+            fitted.states(layer, example, every_head, fitted.num_queries)
+            for example in range(trace.batch_size)
+        ]
+        mass = log_mass(torch.stack(states), keys, trace.scales[layer], last_seen.clamp_min(0))
+        mass[..., last_seen < 0] = -torch.inf
+        masses.append(torch.logaddexp(later, mass))
+    return replace(fitted, log_later_mass=masses)
+
+
+def _seeing_unprotected(
+    fitted: FittedQueries,
+) -> tuple[FittedQueries, Int[Tensor, " queries"]]:
+    """Those queries at their original positions that see slots that are not protected, and the
+    last protected slot that each of them sees, or -1.
+    """
+    trace = fitted.trace
+    is_protected = torch.zeros(trace.prefix_len, dtype=torch.long)
+    for start, stop in trace.protected:
+        is_protected[start:stop] = 1
+    num_seen = is_protected.cumsum(0)[trace.prefix_positions]
+    num_after = (1 - is_protected).flip(0).cumsum(0).flip(0) - (1 - is_protected)
+    num_unseen = num_after[trace.prefix_positions]
+    rest = trace.unprotected
+    fewest = min(int(rest.counts(layer).min()) for layer in range(len(rest.keys)))
+    sees = num_unseen < fewest
+    kept = replace(
+        fitted,
+        supervising=[queries[:, :, sees] for queries in fitted.supervising],
+        factors=fitted.factors[sees],
+        log_later_mass=[mass[:, :, sees] for mass in fitted.log_later_mass],
+        fit_boost=fitted.fit_boost[sees],
+        num_unseen=num_unseen[sees],
+    )
+    return kept, num_seen[sees] - 1
 
 
 def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
@@ -145,8 +212,9 @@ def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
     else:
         log_later_mass = _no_mass([queries[..., 0] for queries in trace.queries])
     ones = torch.ones(trace.queries[0].shape[2])
+    num_unseen = torch.arange(len(ones)).flip(0) if is_self else None
     return FittedQueries(
-        trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, causal=is_self
+        trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, num_unseen=num_unseen
     )
 
 
@@ -189,9 +257,10 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
     """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
     A part is a third of the prefix, but at most ``part_tokens``. The result is None if a compact
-    cache holds part of the prefix, or if the model's keys cannot be moved to other positions.
+    cache holds part of the prefix and no queries of that part were kept, or if the model's keys
+    cannot be moved to other positions.
     """
-    if trace.past_len:
+    if trace.past_len and trace.past_queries is None:
         return None
     part_len = min(-(-trace.prefix_len // _LEAST_PARTS), part_tokens)
     try:
@@ -199,18 +268,73 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
     except InputError:
         return None
     placed = _place_by_part(trace, part_len, fitted_per_token)
-    return MovedQueries(
+    num_new = trace.prefix_len - trace.past_len
+    moved = MovedQueries(
         rotation=rotation,
         rows=placed.rows,
         shifts=trace.prefix_len - placed.starts,
         log_later_mass=[
-            _mass_of_parts(queries, keys, scale, placed, part_len)
+            _mass_of_parts(
+                queries, keys[:, :, -num_new:], scale, placed, part_len, trace.past_len
+            )
             for queries, keys, scale in zip(
                 trace.prefix_queries, trace.keys, trace.scales, strict=True
             )
         ],
         fit_boost=torch.full([placed.num_fitted], placed.num_represented**0.5),
     )
+    return moved if trace.past_queries is None else _with_past(trace, moved, trace.past_queries)
+
+
+def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQueries:
+    """The moved queries, behind those of the tokens in the compact cache, moved as well.
+
+    The fit weighs each of the latter by the square root of the number of tokens that it represents.
+    """
+    num_kept = len(past.positions)
+    if not num_kept:
+        return moved
+    first_row = trace.prefix_queries[0].shape[2]
+    boost = (trace.past_len / num_kept) ** PAST_POWER
+    masses = zip(past.log_later_mass, moved.log_later_mass, strict=True)
+    return replace(
+        moved,
+        rows=torch.cat([first_row + torch.arange(num_kept), moved.rows]),
+        shifts=torch.cat([trace.prefix_len - past.starts, moved.shifts]),
+        log_later_mass=[torch.cat(both, dim=2) for both in masses],
+        fit_boost=torch.cat([torch.full([num_kept], boost), moved.fit_boost]),
+    )
+
+
+def keep_queries(trace: Trace, count: int, part_tokens: int = 256) -> PastQueries | None:
+    """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
+
+    Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
+    position times the golden ratio has the smallest fractional part, which are evenly spaced.
+
+    Args:
+        trace: of a prefix, with all its queries after the compact cache, and those kept before.
+        count: largest number of tokens whose queries are kept, at least 0.
+        part_tokens: as in ``fitted_queries``.
+    """
+    moved = _moved_queries(trace, part_tokens, math.inf)
+    if moved is None:
+        return None
+    positions = trace.prefix_positions
+    if trace.past_queries is not None:
+        positions = torch.cat([positions, trace.past_queries.positions])
+    positions = positions[moved.rows]
+    starts = trace.prefix_len - moved.shifts
+    order = (positions.double() * _GOLDEN).frac().argsort(stable=True)[:count]
+    order = order[positions[order].argsort()]
+    states = []
+    for layer, new in enumerate(trace.prefix_queries):
+        both = new
+        if trace.past_queries is not None:
+            both = torch.cat([new, trace.past_queries.states[layer]], dim=2)
+        states.append(both.index_select(2, moved.rows[order].to(both.device)))
+    masses = [mass.index_select(2, order.to(mass.device)) for mass in moved.log_later_mass]
+    return PastQueries(positions[order], starts[order], states, masses)
 
 
 def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _PlacedQueries:
@@ -221,10 +345,10 @@ def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _Pla
     token of the prefix remain.
     """
     prefix_len = trace.prefix_len
-    positions = sampled_positions(prefix_len)
+    positions = trace.past_len + sampled_positions(prefix_len - trace.past_len)
     rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
     part_numbers = (positions - prefix_len) // part_len  # -1 is the last part
-    starts = (prefix_len + part_numbers * part_len).clamp_min(0)
+    starts = (prefix_len + part_numbers * part_len).clamp_min(trace.past_len)
     last_part_first = part_numbers.argsort(descending=True, stable=True)
 
     query_heads = trace.prefix_queries[0].shape[1] // trace.keys[0].shape[1]
@@ -244,13 +368,15 @@ def _mass_of_parts(
     scale: float,
     placed: _PlacedQueries,
     part_len: int,
+    first_position: int,
 ) -> Float[Tensor, "batch heads queries"]:
     """The log of each query's attention mass on the keys that it sees in its part of the prefix."""
     batch, heads = queries.shape[:2]
     masses = at_least_float32(queries.new_empty(batch, heads, len(placed.rows)))
     for start in placed.starts.unique().tolist():
         is_in_part = placed.starts == start
-        part_keys = keys[:, :, start : start + part_len]
+        first_key = start - first_position
+        part_keys = keys[:, :, first_key : first_key + part_len]
         part_queries = queries.index_select(2, placed.rows[is_in_part].to(queries.device))
         last_seen = placed.positions[is_in_part] - start
         masses[:, :, is_in_part] = log_mass(part_queries, part_keys, scale, last_seen)

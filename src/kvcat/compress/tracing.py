@@ -20,7 +20,7 @@ from kvcat.cache import (
 )
 from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
-from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
+from kvcat.compress.trace import Reconstruction, Trace, parsed_ranges, sampled_positions
 from kvcat.errors import InputError, check_least
 from kvcat.models import Capture, capture, frozen, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -73,6 +73,7 @@ def trace(
     rope = rope_factors(model.config, expected_len)
     past_len = 0
     past_layers: list[CompactLayer] = []
+    past_protected = parsed_ranges("" if past is None else past.metadata.get("protected", ""))
     if past is not None:
         past_len = _check_past(past, model, prefix_len, len(sequence.input_ids), rope)
         past_layers = [layer.padded() for layer in past.layers]
@@ -112,6 +113,7 @@ def trace(
         log_bias=_log_bias(past_layers, prefix_len - past_len),
         rope=rope,
         room=room,
+        past_protected=past_protected,
     )
 
 
