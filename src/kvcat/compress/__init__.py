@@ -18,6 +18,7 @@ from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.methods.refined import RefinedMatching
+from kvcat.compress.protection import protecting
 from kvcat.compress.quantized import Quantized, slots_and_bits
 from kvcat.compress.registry import (
     COMPRESSORS,
@@ -26,6 +27,7 @@ from kvcat.compress.registry import (
     seeded_compressor,
     takes_seed,
 )
+from kvcat.compress.sessions import Session
 from kvcat.compress.solvers import fit_log_bias, fit_values
 from kvcat.compress.trace import Reconstruction, Trace, split_supervision
 from kvcat.compress.tracing import trace
@@ -46,6 +48,7 @@ __all__ = [
     "RefinedMatching",
     "Scorer",
     "Scores",
+    "Session",
     "SmallestCache",
     "Trace",
     "compact_cache",
@@ -56,6 +59,7 @@ __all__ = [
     "fit_values",
     "make_compressor",
     "parse_method",
+    "protecting",
     "question_ids",
     "received_mass",
     "reconstruction",
