@@ -28,13 +28,17 @@ class Conversation:
         tokenizer: with a chat template.
         encoder: of the same tokenizer.
         turns: role and content of each.
-        written: text of the template up to the last token appended, without cuts.
+        written: text of the template for them, without cuts and without the answer that follows.
+        answer: the assistant's last answer, if it was generated.
+        end: the control token that ended it; empty if it was cut off.
     """
 
     tokenizer: PreTrainedTokenizerBase
     encoder: TextEncoder
     turns: tuple[tuple[str, str], ...] = ()
     written: str = ""
+    answer: str = ""
+    end: str = ""
 
     def added(self, role: str, text: str, *, is_answered: bool) -> AddedTurn:
         """The turn's tokens after those before, and the conversation with it.
@@ -58,34 +62,45 @@ class Conversation:
         if role != "assistant" and not self.encoder.allow_special:
             fragments = cut_control_tokens(text, self.encoder.control_tokens.values())
         rendered = self._render(turns[:-1], (role, _CUT.join(fragments)), is_answered=is_answered)
-        if not rendered.replace(_CUT, "").startswith(self.written):
-            raise InputError("the chat template changes what it wrote for earlier turns")
-        new_text = _behind(rendered, len(self.written))
+        written = rendered.replace(_CUT, "")
+        new_text = _behind(rendered, self._num_appended(written))
         ids: list[int] = []
         for number, fragment in enumerate(new_text.split(_CUT)):
             is_first = not self.written and number == 0
             ids += self.encoder.joined([Piece(fragment, is_markup=True)], behind=not is_first)
-        written = rendered.replace(_CUT, "")
-        return AddedTurn(ids, replace(self, turns=turns, written=written))
+        return AddedTurn(ids, replace(self, turns=turns, written=written, answer="", end=""))
 
-    def answered(self, answer: str, with_end: str) -> "Conversation":
+    def answered(self, answer: str, end: str) -> "Conversation":
         """The conversation with the assistant's answer, whose tokens are appended already.
 
         Args:
             answer: its text.
-            with_end: the same with the control tokens that were generated.
+            end: the control token that ended it; empty if it was cut off.
         """
         turns = (*self.turns, ("assistant", answer))
-        return replace(self, turns=turns, written=self.written + with_end)
+        return replace(self, turns=turns, answer=answer, end=end)
+
+    def _num_appended(self, written: str) -> int:
+        """How many characters of the template's text are in the session already."""
+        if not written.startswith(self.written):
+            raise InputError("the chat template changes what it wrote for earlier turns")
+        place = len(self.written)
+        # a template may write an answer without blanks around it
+        for answer in (self.answer, self.answer.strip()):
+            if written.startswith(answer + self.end, place):
+                return place + len(answer + self.end)
+        raise InputError("the chat template does not write the last answer as it was generated")
 
     def as_json(self) -> dict[str, Any]:
         """The turns and the text, for a file."""
-        return {"turns": [list(turn) for turn in self.turns], "written": self.written}
+        texts = {"written": self.written, "answer": self.answer, "end": self.end}
+        return {"turns": [list(turn) for turn in self.turns], **texts}
 
     def restored(self, content: dict[str, Any]) -> "Conversation":
         """The conversation of a file."""
         turns = tuple((str(role), str(text)) for role, text in content["turns"])
-        return replace(self, turns=turns, written=str(content["written"]))
+        texts = {name: str(content[name]) for name in ("written", "answer", "end")}
+        return replace(self, turns=turns, **texts)
 
     def _render(
         self, turns: Sequence[tuple[str, str]], last: tuple[str, str], *, is_answered: bool

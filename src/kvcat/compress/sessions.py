@@ -25,7 +25,7 @@ from kvcat.compress.session_files import (
 from kvcat.compress.session_state import SessionState
 from kvcat.compress.trace import Range, num_positions
 from kvcat.errors import InputError, check_least
-from kvcat.models import frozen, logits_from_hidden, plain_generation, positions_of
+from kvcat.models import end_tokens, frozen, logits_from_hidden, plain_generation, positions_of
 from kvcat.options import parse_spec
 from kvcat.tokenization import TextEncoder, check_text, opening_ids
 from kvcat.types import Float, Int, Tensor
@@ -272,10 +272,10 @@ class Session:
         """
         self._append_turn("user", text, protect=False, is_answered=True)
         ids = self.generate_ids(max_new_tokens=max_new_tokens, streamer=streamer, **settings)
-        answer = str(self.tokenizer.decode(ids, skip_special_tokens=True))
-        self._conversation = self._conversation.answered(
-            answer, self.tokenizer.decode(ids, skip_special_tokens=False)
-        )
+        is_ended = int(ids[-1]) in end_tokens(self.model)
+        answer = self._decoded(ids[:-1] if is_ended else ids)
+        end = self._decoded(ids[-1:]) if is_ended else ""
+        self._conversation = self._conversation.answered(answer, end)
         return answer
 
     def compact(self, num_slots: int | None = None) -> None:
@@ -413,6 +413,13 @@ class Session:
             )
         return output[0, 1:]
 
+    def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
+        """The text of tokens, control tokens included, as it is."""
+        text: Any = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
     def _append_turn(self, role: str, text: str, *, protect: bool, is_answered: bool) -> None:
         added = self._conversation.added(role, text, is_answered=is_answered)
         self.append(added.ids, protect=protect)
@@ -431,6 +438,8 @@ class Session:
             ids = torch.tensor(numbers, dtype=torch.long)
         else:
             ids = torch.as_tensor(tokens)
+            if not ids.numel():
+                raise InputError("no token to append or score")
             if ids.dim() == 2 and len(ids) == 1:
                 ids = ids[0]
             if ids.dim() != 1 or ids.is_floating_point():
