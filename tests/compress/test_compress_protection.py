@@ -7,9 +7,16 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_compress_contract import RAGGED, ROWS, table
-from tiny import refusal
+from tiny import WORDS, byte_tokenizer, refusal
 
-from kvcat.compress import Eviction, KVPress, make_compressor, trace
+from kvcat.compress import (
+    Eviction,
+    KVPress,
+    make_compressor,
+    protected_ranges,
+    reconstruction,
+    trace,
+)
 from kvcat.compress.protection import joined_ranges, protecting
 from kvcat.compress.queries import fitted_queries
 from kvcat.errors import InputError
@@ -194,6 +201,62 @@ def test_protected_slots_and_few_bits_are_rejected(traced):
     assert "protected slots, which few bits would round" in refusal(cache.quantize, 8)
 
 
+SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}[system]be kind<eos>{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@given(
+    words=st.lists(st.sampled_from(WORDS), min_size=3, max_size=20),
+    bounds=st.tuples(st.integers(0, 60), st.integers(1, 12)),
+    chat=st.booleans(),
+)
+def test_a_protected_passage_is_the_fewest_tokens_that_hold_it_wherever_it_occurs(
+    words, bounds, chat
+):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SYSTEM
+    text = " ".join(words)
+    start = bounds[0] % len(text)
+    passage = text[start : start + bounds[1]]
+    ids = reconstruction(tokenizer, text, chat=chat)
+    pieces = [tokenizer.decode(token) for token in ids.input_ids[0, : ids.prefix_len].tolist()]
+    head = "[system]be kind<eos>[user]" if chat else ""
+    ends = [sum(map(len, pieces[: n + 1])) - len(head) for n in range(len(pieces))]
+    assert "".join(pieces) == head + text
+    wanted = set()
+    place = text.find(passage)
+    while place >= 0:
+        for number, end in enumerate(ends):
+            if place < end and end - len(pieces[number]) < place + len(passage):
+                wanted.add(number)
+        place = text.find(passage, place + len(passage))
+    ranges = protected_ranges(tokenizer, text, passages=[passage], chat=chat)
+    assert {number for first, stop in ranges for number in range(first, stop)} == wanted
+
+
+def test_the_system_turn_is_all_that_the_template_writes_before_the_document():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SYSTEM
+    ((start, stop),) = protected_ranges(tokenizer, "the cat sees", system=True, chat=True)
+    ids = reconstruction(tokenizer, "the cat sees", chat=True).input_ids[0]
+    assert start == 0
+    assert tokenizer.decode(ids[:stop]) == "[system]be kind<eos>[user]"
+    assert "no system turn to protect: only a chat template writes one" in refusal(
+        protected_ranges, tokenizer, "the cat", system=True
+    )
+    plain = byte_tokenizer()
+    assert "the chat template writes none" in refusal(
+        protected_ranges, plain, "the cat", system=True, chat=True
+    )
+    assert "'a dog', is not in the document" in refusal(
+        protected_ranges, tokenizer, "the cat", passages=["a dog"]
+    )
+    assert "is empty" in refusal(protected_ranges, tokenizer, "the cat", passages=[""])
+
+
 @needs_kvpress
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -201,7 +264,8 @@ def test_protected_slots_and_few_bits_are_rejected(traced):
         ("KnormPress", {}),
         ("SnapKVPress", {"window_size": 8}),
         ("AdaKVPress+SnapKVPress", {"press.window_size": 8}),
-        ("KVzipPress", {}),
+        ("CURPress", {}),
+        ("MergingPress+KnormPress", {}),
         ("ChunkKVPress+SnapKVPress", {"press.window_size": 8, "chunk_length": 4}),
     ],
 )
@@ -210,7 +274,7 @@ def test_presses_keep_protected_slots_inside_the_budget(model, windows, name, op
     cache = KVPress(name, **options)(traced, num_slots=16, protect=RANGES)
     assert_protected(cache, traced, POSITIONS)
     assert 12 <= cache.mean_slots <= 16
-    if not name.startswith(("Chunk", "KVzip")):
+    if not name.startswith(("Chunk", "CUR")):
         assert cache.mean_slots == 16
 
 

@@ -33,6 +33,8 @@ def compress(
     chat: bool = False,
     allow_special: opt.AllowSpecial = False,
     room: opt.Count | None = None,
+    protect: opt.Protect | None = None,
+    protect_text: Path | None = None,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -60,6 +62,10 @@ def compress(
             16 or, with --bytes and --mb, as few as are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Tokens of prompt and answer; only for length-dependent rotary factors (LongRoPE).
+        protect: What stays exact in every head and layer, inside the budget; system: all that the
+            chat template writes before the document (needs --chat).
+        protect_text: Text file whose text, without blanks at both ends, stays exact wherever it
+            occurs in the document.
     """
     num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, bytes, mb))
     if num_budgets > 1:
@@ -67,11 +73,20 @@ def compress(
     num_bytes = bytes if mb is None else int(mb * 1e6)
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
+    passages = () if protect_text is None else (_read_text(protect_text).strip(),)
+    for passage in passages:
+        if passage not in document:
+            raise InputError(f"the text of {protect_text} is not in {text}")
+    if protect == "system" and not chat:
+        raise InputError("--protect system needs --chat: only a chat template has a system turn")
+    has_protection = protect is not None or bool(passages)
     opt.check_output(output, overwrite=overwrite, source=text)
     early.check_method(method)
     name, options = parse_spec(method)
     if bits != "auto" and "bits" in options:
         raise InputError(f"--bits {bits} and the bits of {method}: give one of them")
+    if has_protection and (bits not in ("auto", "16") or "bits" in options):
+        raise InputError("protected slots are exact: leave out the bits")
     if bits not in ("auto", "16"):
         options["bits"] = bits
     learner = "--max-kl" if max_kl is not None else name
@@ -84,7 +99,14 @@ def compress(
     early.check_model(model)
 
     import kvcat
-    from kvcat.compress import Quantized, document_trace, seeded_compressor, slots_and_bits
+    from kvcat.compress import (
+        Quantized,
+        document_trace,
+        protected_ranges,
+        protecting,
+        seeded_compressor,
+        slots_and_bits,
+    )
 
     compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
@@ -97,15 +119,27 @@ def compress(
         allow_special=allow_special,
         room=room,
     )
+    if has_protection:
+        ranges = protected_ranges(
+            tokenizer,
+            document,
+            system=protect == "system",
+            passages=passages,
+            chat=chat,
+            allow_special=allow_special,
+        )
+        trace = protecting(trace, ranges)
     is_quantized = isinstance(compressor, Quantized)
     cache_bits = compressor.bits if is_quantized else None
     compressor = compressor.method if is_quantized else compressor
     if num_bytes is not None:
         keep_ratio = None
-        choices = [cache_bits] if bits == "16" or cache_bits else None
+        is_chosen = bits == "16" or cache_bits or has_protection
+        choices = [cache_bits] if is_chosen else None
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
     quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
     command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
+    command += (trace.protected,) if trace.protected else ()
     state = _state_file(output, command)
     if max_kl is not None:
         cache = _smallest_cache(trace, quantizing, max_kl)

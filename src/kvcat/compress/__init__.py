@@ -12,7 +12,13 @@ from kvcat.compress.compare import (
     smallest_cache,
     supervised_kl,
 )
-from kvcat.compress.documents import INSTRUCTION, document_trace, question_ids, reconstruction
+from kvcat.compress.documents import (
+    INSTRUCTION,
+    document_trace,
+    protected_ranges,
+    question_ids,
+    reconstruction,
+)
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
@@ -59,6 +65,7 @@ __all__ = [
     "fit_values",
     "make_compressor",
     "parse_method",
+    "protected_ranges",
     "protecting",
     "question_ids",
     "received_mass",

@@ -31,6 +31,7 @@ class MovedQueries:
         log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
             sees in its part of the prefix.
         fit_boost: as in ``FittedQueries``.
+        factors: square root of the number of tokens that each query represents.
     """
 
     rotation: KeyRotation
@@ -38,6 +39,7 @@ class MovedQueries:
     shifts: Int[Tensor, " queries"]
     log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
     fit_boost: Float[Tensor, " fitted"]
+    factors: Float[Tensor, " queries"]
 
 
 @dataclass(frozen=True)
@@ -221,9 +223,8 @@ def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
 def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
     """The fit to the moved queries of the prefix alone."""
     nothing = [queries[:, :, :0] for queries in trace.queries]
-    factors = torch.ones(len(moved.rows))
     return FittedQueries(
-        trace, nothing, moved, factors, moved.log_later_mass, fit_boost=moved.fit_boost
+        trace, nothing, moved, moved.factors, moved.log_later_mass, fit_boost=moved.fit_boost
     )
 
 
@@ -231,13 +232,13 @@ def _with_moved(
     supervising: FittedQueries, moved: MovedQueries, own_weight: float
 ) -> FittedQueries:
     """The supervising queries, followed by the moved queries of the prefix."""
-    num_moved = len(moved.rows)
-    factor = (own_weight * supervising.num_queries / num_moved) ** 0.5
+    num_represented = moved.factors.square().sum()
+    factor = (own_weight * supervising.num_queries / num_represented) ** 0.5
     masses = zip(supervising.log_later_mass, moved.log_later_mass, strict=True)
     return replace(
         supervising,
         moved=moved,
-        factors=torch.cat([supervising.factors, torch.full([num_moved], factor)]),
+        factors=torch.cat([supervising.factors, factor * moved.factors]),
         log_later_mass=[torch.cat(both, dim=2) for both in masses],
         fit_boost=torch.cat([supervising.fit_boost, moved.fit_boost]),
     )
@@ -282,6 +283,7 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
             )
         ],
         fit_boost=torch.full([placed.num_fitted], placed.num_represented**0.5),
+        factors=torch.ones(len(placed.rows)),
     )
     return moved if trace.past_queries is None else _with_past(trace, moved, trace.past_queries)
 
@@ -289,20 +291,21 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
 def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQueries:
     """The moved queries, behind those of the tokens in the compact cache, moved as well.
 
-    The fit weighs each of the latter by the square root of the number of tokens that it represents.
+    Each of the latter represents as many tokens as are in the cache for every query kept.
     """
     num_kept = len(past.positions)
     if not num_kept:
         return moved
     first_row = trace.prefix_queries[0].shape[2]
-    boost = (trace.past_len / num_kept) ** PAST_POWER
+    factors = torch.full([num_kept], (trace.past_len / num_kept) ** PAST_POWER)
     masses = zip(past.log_later_mass, moved.log_later_mass, strict=True)
     return replace(
         moved,
         rows=torch.cat([first_row + torch.arange(num_kept), moved.rows]),
         shifts=torch.cat([trace.prefix_len - past.starts, moved.shifts]),
         log_later_mass=[torch.cat(both, dim=2) for both in masses],
-        fit_boost=torch.cat([torch.full([num_kept], boost), moved.fit_boost]),
+        fit_boost=torch.cat([torch.ones(num_kept), moved.fit_boost]),
+        factors=torch.cat([factors, moved.factors]),
     )
 
 
