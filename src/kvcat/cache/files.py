@@ -64,8 +64,8 @@ _QUANTIZED_NAMES = "|".join(QUANTIZED_TENSORS)
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], entries: dict[str, str], kind: str
 ) -> None:
-    """Write a safetensors file of a kind (``CACHE``, ``PREFIX``, ``STATE``, ``SESSION``) with format and
-    checksum in the header.
+    """Write a safetensors file of a kind (``CACHE``, ``PREFIX``, ``STATE``, ``SESSION``), with
+    format and checksum in the header.
 
     The other entries of the header are written in their order: equal contents give equal bytes.
     """

@@ -73,10 +73,7 @@ def compress(
     num_bytes = bytes if mb is None else int(mb * 1e6)
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
-    passages = () if protect_text is None else (_read_text(protect_text).strip(),)
-    for passage in passages:
-        if passage not in document:
-            raise InputError(f"the text of {protect_text} is not in {text}")
+    passages = _passages(protect_text, document)
     if protect == "system" and not chat:
         raise InputError("--protect system needs --chat: only a chat template has a system turn")
     has_protection = protect is not None or bool(passages)
@@ -85,10 +82,10 @@ def compress(
     name, options = parse_spec(method)
     if bits != "auto" and "bits" in options:
         raise InputError(f"--bits {bits} and the bits of {method}: give one of them")
-    if has_protection and (bits not in ("auto", "16") or "bits" in options):
-        raise InputError("protected slots are exact: leave out the bits")
     if bits not in ("auto", "16"):
         options["bits"] = bits
+    if has_protection and "bits" in options:
+        raise InputError(f"protected slots are exact, not in {options['bits']} bits")
     learner = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learner in ("gradient", "--max-kl"):
         raise InputError(
@@ -119,16 +116,15 @@ def compress(
         allow_special=allow_special,
         room=room,
     )
-    if has_protection:
-        ranges = protected_ranges(
-            tokenizer,
-            document,
-            system=protect == "system",
-            passages=passages,
-            chat=chat,
-            allow_special=allow_special,
-        )
-        trace = protecting(trace, ranges)
+    ranges = protected_ranges(
+        tokenizer,
+        document,
+        system=protect == "system",
+        passages=passages,
+        chat=chat,
+        allow_special=allow_special,
+    )
+    trace = protecting(trace, ranges)
     is_quantized = isinstance(compressor, Quantized)
     cache_bits = compressor.bits if is_quantized else None
     compressor = compressor.method if is_quantized else compressor
@@ -139,8 +135,8 @@ def compress(
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
     quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
     command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
-    command += (trace.protected,) if trace.protected else ()
-    state = _state_file(output, command)
+    protected = (trace.protected,) if trace.protected else ()
+    state = _state_file(output, (*command, *protected))
     if max_kl is not None:
         cache = _smallest_cache(trace, quantizing, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
@@ -172,6 +168,16 @@ def _read_text(path: Path) -> str:
     if not document.strip():
         raise InputError(f"text file {path} is empty")
     return document
+
+
+def _passages(path: Path | None, document: str) -> tuple[str, ...]:
+    """The text to protect, without blanks at both ends; ``InputError`` if it does not occur."""
+    if path is None:
+        return ()
+    passage = _read_text(path).strip()
+    if passage not in document:
+        raise InputError(f"the text of {path} is not in the document")
+    return (passage,)
 
 
 def _state_file(output: Path, command: tuple[Any, ...]) -> Path:

@@ -188,7 +188,7 @@ def checked_slots(trace: Trace, keep_ratio: float | int | None, num_slots: int |
 
 
 def is_between(trace: Trace, num_slots: int) -> bool:
-    """Whether a cache of so many slots has to be made: not all slots, nor the protected alone."""
+    """Whether a cache has to be made: not of all slots, nor of the protected ones alone."""
     return trace.num_protected < num_slots < trace.max_slots
 
 
@@ -256,8 +256,8 @@ def best_layer(
     if trace.protected:
         other_scores = scores.index_select(2, trace.other_slots(index))
         num_others = num_slots - trace.num_protected
-        rest = best_layer(trace.unprotected, index, other_scores, num_others)
-        return behind_protected(trace, index, rest)
+        others = best_layer(trace.unprotected, index, other_scores, num_others)
+        return behind_protected(trace, index, others)
     slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
     rows = slots.unsqueeze(-1)

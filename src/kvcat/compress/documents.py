@@ -17,8 +17,8 @@ from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
 
 __all__ = [
-    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "protected_ranges", "question_ids",
-    "reconstruction", "reconstruction_of_tokens",
+    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "protected_ranges",
+    "question_ids", "reconstruction", "reconstruction_of_tokens",
 ]  # fmt: skip
 
 INSTRUCTION = (
@@ -168,6 +168,8 @@ def protected_ranges(
         InputError: a passage that is empty or does not occur in the document; ``system`` without
             ``chat``, or with a template that writes no system turn; and as ``reconstruction``.
     """
+    if not system and not passages:
+        return []
     sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
     tokens = sequence.input_ids[0, : sequence.prefix_len].tolist()
     encoder = TextEncoder(tokenizer, allow_special=allow_special)

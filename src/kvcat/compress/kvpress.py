@@ -5,12 +5,12 @@ kvpress is imported when the first press is made. Its changes to transformers ar
 
 import importlib
 import importlib.metadata
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, Layer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
-from kvcat.compress.protection import protected_layer
+from kvcat.compress.protected_presses import KeptHeads, Pressed, press_with_protected
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
@@ -37,7 +37,6 @@ REFUSED = {
     "FinchPress": "it needs a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
-_PROTECTED_TRIES = 4
 _OLD_NAME = "past_key_values"  # name of a cache before transformers 5.24, and in kvpress
 _CHOOSES_LAST = "compress_post"  # method of presses that hide slots after scoring all layers
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
@@ -48,13 +47,6 @@ _NUDGE = 1e-12
 _PRESS_ERRORS = (
     AssertionError, ValueError, NotImplementedError, OSError, TypeError, RuntimeError,
 )  # fmt: skip
-
-
-class _KeptHeads(NamedTuple):
-    """The keys and values that a press keeps in a layer of one example, one tensor per KV head."""
-
-    keys: list[Tensor]
-    values: list[Tensor]
 
 
 @dataclass(frozen=True, init=False)
@@ -114,11 +106,25 @@ class KVPress(Compressor):
         """The compact caches in which protected slots count among those that the press keeps."""
         facts = {"kvpress": version(), **self.options}
         for size in sizes:
-            pressed = [
-                press_with_protected(self._build, trace, example, size)
-                for example in range(trace.batch_size)
-            ]
+            pressed = []
+            for example in range(trace.batch_size):
+                press = partial(self._press, trace, example)
+                pressed.append(press_with_protected(press, trace, example, size))
             yield compact_cache(trace, _joined_layers(pressed), f"kvpress:{self.name}", facts)
+
+    def _press(
+        self, trace: Trace, example: int, adapt: Callable[[Any], None], num_slots: int
+    ) -> Pressed:
+        """What a press keeps of one example after ``adapt`` changed it, and all keys."""
+        press = self._build()
+        if isinstance(press, library().KeyRerotationPress):
+            raise InputError("KeyRerotationPress moves keys, and protected slots keep theirs")
+        for each in (press, getattr(press, "press", None)):
+            if hasattr(each, "score"):
+                adapt(each)
+        whole_keys: list[Tensor] = []
+        (kept,) = _press_prefix(press, trace, example, [num_slots], whole_keys)
+        return Pressed(kept, whole_keys)
 
     def _build(self) -> Any:
         """A new press object, because a press holds the state of one use."""
@@ -135,7 +141,7 @@ class KVPress(Compressor):
         return _make(outer, outer_options)
 
 
-def _joined_layers(examples: list[list[_KeptHeads]]) -> list[Layer]:
+def _joined_layers(examples: list[list[KeptHeads]]) -> list[Layer]:
     """The layers of a cache, from the slots that each example keeps in each layer."""
     layers = []
     for kept_of_examples in zip(*examples, strict=True):
@@ -236,105 +242,13 @@ class _PressCache(DynamicCache):
         return keys, values
 
 
-def press_with_protected(
-    build: Callable[[], Any], trace: Trace, example: int, size: int
-) -> list[_KeptHeads]:
-    """The slots of one example's layers: the protected ones first, then those that a press keeps.
-
-    Presses that score slots find the protected ones to be the best. Others are asked for more or
-    fewer slots until those that they keep and the protected ones are as many as wanted, or fewer.
-
-    Args:
-        build: a new press object.
-        trace: with protected slots.
-        example: its number in the trace.
-        size: slots per layer and head, on average.
-    """
-    best: list[_KeptHeads] = []
-    fewest_missing = math.inf
-    asked = size
-    for _ in range(_PROTECTED_TRIES):
-        press = build()
-        if isinstance(press, library().KeyRerotationPress):
-            raise InputError(f"{type(press).__name__} moves keys: protected slots keep theirs")
-        for each in (press, getattr(press, "press", None)):
-            if hasattr(each, "score"):
-                _prefer_protected(each, trace)
-        whole_keys: list[Tensor] = []
-        (kept,) = _press_prefix(press, trace, example, [asked], whole_keys)
-        layers = [
-            _protected_first(heads, keys[0], protected_layer(trace, index), example)
-            for index, (heads, keys) in enumerate(zip(kept, whole_keys, strict=True))
-        ]
-        counts = [len(keys) for heads in layers for keys in heads.keys]
-        missing = size - sum(counts) / len(counts)
-        if 0 <= missing < fewest_missing:
-            best = layers
-            fewest_missing = missing
-        change = math.floor(missing)
-        if change == 0 or not 1 <= asked + change < trace.prefix_len:
-            break
-        asked += change
-    if not best:
-        raise InputError(
-            f"{type(press).__name__} keeps more than {size} slots, with the "
-            f"{trace.num_protected} protected ones: keep more, or protect fewer"
-        )
-    return best
-
-
-def _prefer_protected(press: Any, trace: Trace) -> None:
-    """Let a press score protected slots higher than all others."""
-    score = press.score
-    slots = trace.protected_slots(0)
-
-    def with_protected(*args: Any, **kwargs: Any) -> Tensor:
-        scores = score(*args, **kwargs)
-        if scores.shape[-1] != trace.prefix_len:
-            return scores
-        least, most = scores.aminmax()
-        scores = scores.clone()
-        scores[..., slots] = 2 * most - least + 1
-        return scores
-
-    press.score = with_protected
-
-
-def _protected_first(
-    kept: _KeptHeads, whole_keys: Tensor, fixed: CompactLayer, example: int
-) -> _KeptHeads:
-    """The protected slots of a layer, and then the others that a press keeps.
-
-    Args:
-        kept: what the press keeps of every head.
-        whole_keys: keys of the prefix that the press received, (kv_heads, prefix, head_dim).
-        fixed: the protected slots.
-        example: whose they are.
-    """
-    keys = []
-    values = []
-    for head, head_keys in enumerate(kept.keys):
-        protected = set(_as_bytes(whole_keys[head, fixed.positions[example, head]]))
-        is_other = [key not in protected for key in _as_bytes(head_keys)]
-        others = torch.tensor(is_other, dtype=torch.bool, device=head_keys.device)
-        keys.append(torch.cat([fixed.keys[example, head], head_keys[others]]))
-        values.append(torch.cat([fixed.values[example, head], kept.values[head][others]]))
-    return _KeptHeads(keys, values)
-
-
-def _as_bytes(rows: Tensor) -> list[bytes]:
-    """The bytes of each row, by which keys are found again."""
-    on_cpu = rows.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return [row.tobytes() for row in on_cpu]
-
-
 def _press_prefix(
     press: Any,
     trace: Trace,
     example: int,
     sizes: list[int],
     whole_keys: list[Tensor] | None = None,
-) -> list[list[_KeptHeads]]:
+) -> list[list[KeptHeads]]:
     """The slots that the press keeps from one example's prefix, by size and layer.
 
     Only a press that chooses at the end supports several sizes. All keys of every layer are added
@@ -410,7 +324,7 @@ def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotatio
     return None
 
 
-def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -> list[_KeptHeads]:
+def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -> list[KeptHeads]:
     """The slots that the masks do not hide in a cache of one example, per layer."""
     kept = []
     layers: Any = cache.layers  # layers of keys and values; transformers has other kinds as well
@@ -424,7 +338,7 @@ def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -
             is_kept[heads.to(keys.device), slots.to(keys.device)] = False
         every_head = range(len(keys))
         kept.append(
-            _KeptHeads(
+            KeptHeads(
                 keys=[keys[head, is_kept[head]] for head in every_head],
                 values=[values[head, is_kept[head]] for head in every_head],
             )

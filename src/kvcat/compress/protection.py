@@ -72,8 +72,8 @@ def joined_ranges(ranges: Sequence[Any], num_tokens: int) -> tuple[Range, ...]:
 
 def clipped(ranges: Sequence[Range], start: int, stop: int) -> tuple[Range, ...]:
     """The parts of ranges that lie in start..stop."""
-    parts = [(max(first, start), min(end, stop)) for first, end in ranges]
-    return tuple(part for part in parts if part[0] < part[1])
+    limited = [(max(first, start), min(end, stop)) for first, end in ranges]
+    return tuple((first, end) for first, end in limited if first < end)
 
 
 def check_room(trace: Trace, num_slots: int) -> None:
@@ -85,44 +85,46 @@ def check_room(trace: Trace, num_slots: int) -> None:
         )
 
 
-def behind_protected(trace: Trace, index: int, rest: Layer) -> Layer:
+def behind_protected(trace: Trace, index: int, others: Layer) -> Layer:
     """One layer of a cache: the protected slots, and then those kept of the others.
 
     Args:
         trace: with protected tokens or without; without, the layer is returned as it is.
         index: of the layer.
-        rest: slots made from ``trace.unprotected``; their positions count in its slots.
+        others: slots made from ``trace.unprotected``; their positions count in its slots.
     """
     if not trace.protected:
-        return rest
+        return others
     fixed = protected_layer(trace, index)
-    others = trace.other_slots(index)
+    slots_of_others = trace.other_slots(index)
     keys: list[list[Tensor]] = []
     values: list[list[Tensor]] = []
     biases: list[list[Tensor]] = []
     positions: list[list[Tensor]] = []
     place = 0  # in the positions of a ragged layer
-    for example, counts in enumerate(rest.counts.tolist()):
+    for example, counts in enumerate(others.counts.tolist()):
         for rows in (keys, values, biases, positions):
             rows.append([])
         for head, count in enumerate(counts):
-            head_keys, head_values, bias = rest.head(example, head)
+            head_keys, head_values, bias = others.head(example, head)
             keys[-1].append(torch.cat([fixed.keys[example, head], head_keys]))
             values[-1].append(torch.cat([fixed.values[example, head], head_values]))
             if bias is not None:
                 biases[-1].append(torch.cat([bias.new_zeros(trace.num_protected), bias]))
-            if rest.positions is not None and fixed.positions is not None:
-                if isinstance(rest, CompactLayer):
-                    kept = rest.positions[example, head]
+            if others.positions is not None and fixed.positions is not None:
+                if isinstance(others, CompactLayer):
+                    kept = others.positions[example, head]
                 else:
-                    kept = rest.positions[place : place + count]
+                    kept = others.positions[place : place + count]
                     place += count
-                positions[-1].append(torch.cat([fixed.positions[example, head], others[kept]]))
+                positions[-1].append(
+                    torch.cat([fixed.positions[example, head], slots_of_others[kept]])
+                )
     return CompactLayer.ragged(
         keys,
         values,
-        biases if rest.has_log_bias else None,
-        positions if rest.positions is not None else None,
+        biases if others.has_log_bias else None,
+        positions if others.positions is not None else None,
     )
 
 
@@ -134,10 +136,10 @@ def without_protected(layer: Layer, num_protected: int) -> Layer:
     bias = None if padded.log_bias is None else padded.log_bias[:, :, num_protected:]
     keys = padded.keys[:, :, num_protected:]
     values = padded.values[:, :, num_protected:]
-    rest = CompactLayer(keys, values, bias).without_absent()
-    if layer.log_bias is None and rest.log_bias is not None:
-        return replace(rest, log_bias=None)
-    return rest
+    others = CompactLayer(keys, values, bias).without_absent()
+    if layer.log_bias is None and others.log_bias is not None:
+        return replace(others, log_bias=None)
+    return others
 
 
 def protected_layer(trace: Trace, index: int) -> CompactLayer:

@@ -15,7 +15,6 @@ from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_PARTS = 3
 _GOLDEN = (math.sqrt(5) - 1) / 2
-PAST_POWER = 0.5
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,8 @@ class FittedQueries:
 
     Here m is the attention mass on the prefix, so that the quotient is the share of the query's
     attention that goes to the prefix. Protected slots (``protection``) are not fitted: their mass
-    is part of exp(log_later_mass), and m is that of the others. Supervising queries come first, then those of the prefix.
+    is part of exp(log_later_mass), and m is that of the others. Supervising queries come first,
+    then those of the prefix.
 
     Args:
         trace: the trace that the queries come from.
@@ -189,8 +189,9 @@ def _seeing_unprotected(
     num_seen = is_protected.cumsum(0)[trace.prefix_positions]
     num_after = (1 - is_protected).flip(0).cumsum(0).flip(0) - (1 - is_protected)
     num_unseen = num_after[trace.prefix_positions]
-    rest = trace.unprotected
-    fewest = min(int(rest.counts(layer).min()) for layer in range(len(rest.keys)))
+    unprotected = trace.unprotected
+    layers = range(len(unprotected.keys))
+    fewest = min(int(unprotected.counts(layer).min()) for layer in layers)
     sees = num_unseen < fewest
     kept = replace(
         fitted,
@@ -275,9 +276,7 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
         rows=placed.rows,
         shifts=trace.prefix_len - placed.starts,
         log_later_mass=[
-            _mass_of_parts(
-                queries, keys[:, :, -num_new:], scale, placed, part_len, trace.past_len
-            )
+            _mass_of_parts(queries, keys[:, :, -num_new:], scale, placed, part_len, trace.past_len)
             for queries, keys, scale in zip(
                 trace.prefix_queries, trace.keys, trace.scales, strict=True
             )
@@ -297,7 +296,7 @@ def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQue
     if not num_kept:
         return moved
     first_row = trace.prefix_queries[0].shape[2]
-    factors = torch.full([num_kept], (trace.past_len / num_kept) ** PAST_POWER)
+    factors = torch.full([num_kept], (trace.past_len / num_kept) ** 0.5)
     masses = zip(past.log_later_mass, moved.log_later_mass, strict=True)
     return replace(
         moved,

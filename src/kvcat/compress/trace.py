@@ -182,7 +182,9 @@ class Trace:
     def protected_slots(self, layer: int) -> Int[Tensor, " protected"]:
         """The protected slots of a layer, the same in every head, in the order of positions."""
         keys = self.keys[layer]
-        past = torch.arange(num_positions(self.past_protected)) if self.protected else torch.empty(0)
+        past = (
+            torch.arange(num_positions(self.past_protected)) if self.protected else torch.empty(0)
+        )
         # slots of tokens after the compact cache are the last ones
         shift = keys.shape[2] - self.prefix_len
         new = [
@@ -215,13 +217,13 @@ class Trace:
 
         bias = None if self.log_bias is None else without(self.log_bias)
         keys = without(self.keys)
-        rest = replace(
+        unprotected = replace(
             self, keys=keys, values=without(self.values), log_bias=bias, protected=()
         )
-        fewest = min(int(rest.counts(layer).min()) for layer in range(len(keys)))
+        fewest = min(int(unprotected.counts(layer).min()) for layer in range(len(keys)))
         if fewest < 1:
             raise InputError("every slot of a head is protected: nothing is left to compress")
-        return rest
+        return unprotected
 
     def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
         """The number of prefix slots in every head of a layer; on the CPU."""

@@ -175,7 +175,7 @@ class AttentionMatching(_Options):
         if not sizes:
             return
         heads = self._heads(trace)
-        rest = heads.trace
+        unprotected = heads.trace
         sizes = [size - trace.num_protected for size in sizes]
         dense, curves = self._attention_and_errors(heads, sizes)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
@@ -185,11 +185,11 @@ class AttentionMatching(_Options):
             slots_of_heads = dict.fromkeys(dense, size)
             if curves:
                 by_layer = self.budgets == "layers"
-                slots_of_heads = share_out(curves, size, rest.max_slots, by_layer=by_layer)
+                slots_of_heads = share_out(curves, size, unprotected.max_slots, by_layer=by_layer)
             fits = self._fit(heads, dense, slots_of_heads, bits)
             layers = []
             for index in range(len(trace.keys)):
-                layer = _layer(rest, index, fits, log_bias=self.log_bias, bits=bits)
+                layer = _layer(unprotected, index, fits, log_bias=self.log_bias, bits=bits)
                 if not isinstance(layer, QuantizedLayer):
                     layer = behind_protected(trace, index, layer)
                 layers.append(layer)

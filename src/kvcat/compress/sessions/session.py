@@ -8,39 +8,28 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache, PrefixCache, cache_argument, check_token_ids, fingerprint
-from kvcat.cache import layer_windows, rope_border
+from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor
-from kvcat.compress.kvpress import KVPress
 from kvcat.compress.protection import clipped, joined_ranges
 from kvcat.compress.queries import keep_queries
-from kvcat.compress.registry import make_compressor
-from kvcat.compress.session_chat import Conversation
-from kvcat.compress.session_files import (
-    SavedSession,
-    read_session,
-    session_lock,
-    write_session,
-)
-from kvcat.compress.session_state import SessionState
+from kvcat.compress.sessions.chat import Conversation
+from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
+from kvcat.compress.sessions.generation import continued
+from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
+from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import Range, num_positions
 from kvcat.errors import InputError, check_least
-from kvcat.models import end_tokens, frozen, logits_from_hidden, plain_generation, positions_of
-from kvcat.options import parse_spec
-from kvcat.tokenization import TextEncoder, check_text, opening_ids
+from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
+from kvcat.tokenization import TextEncoder
 from kvcat.types import Float, Int, Tensor
-
-Tokens = str | Sequence[int] | Int[Tensor, "*batch tokens"]
-"""A text, or token ids: numbers, or a tensor of one row."""
-_NEEDS_ALL_QUERIES = ("snapkv", "h2o", "tova")
 
 
 class Session:
     """A conversation in a bounded number of KV slots.
 
     Tokens are appended once, and never run again for the cache. When they need more slots than
-    ``budget``, all but the last ``tail`` tokens are compressed together with the slots from before,
-    to ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
+    ``budget``, all but the last ``tail`` tokens are compressed with the slots from before, to
+    ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
     compressed; those of the tokens that are compressed now; and a sample, of ``num_kept`` tokens,
     of the queries of all tokens compressed before. Slots that were fitted before have a log-bias,
     which is part of the attention that the next fit reproduces, so that they count as the tokens
@@ -97,9 +86,9 @@ class Session:
         self.protect = joined_ranges(protect, positions_of(model.config))
         self.num_compactions = 0
         """How often the session has compressed what it holds."""
-        self._compressor = _checked_method(method)
+        self._compressor = checked_method(method)
         self._encoder = TextEncoder(tokenizer, allow_special=allow_special)
-        self._fingerprint = _checked_model(model)
+        self._fingerprint = checked_model(model)
         self._state = SessionState.empty(model)
         self._conversation = Conversation(tokenizer, self._encoder)
         self._lock = ExitStack()
@@ -236,7 +225,7 @@ class Session:
             while len(answer) < most:
                 free = max(1, int(self.budget - self.held_slots))
                 config.max_new_tokens = min(free, most - len(answer))
-                new = self._continued(config, streamer)
+                new = continued(self.model, self._state, config, streamer)
                 self._append(new)
                 answer = torch.cat([answer, new])
                 if torch.isin(new[-1:], ends).any():
@@ -392,27 +381,6 @@ class Session:
         self.num_compactions += 1
         return state.compacted(compact, keep_queries(trace, self.num_kept))
 
-    def _continued(self, config: Any, streamer: Any) -> Int[Tensor, " new"]:
-        """New tokens after all that the session holds, by ``model.generate``."""
-        state = self._state
-        last = state.ids[-1:].unsqueeze(0)
-        past: Any = state.past(self.model)
-        # generate runs the last token again
-        past.crop(-1)
-        mask = torch.ones(1, state.num_tokens, dtype=torch.long, device=last.device)
-        if isinstance(past, PrefixCache):
-            past.tokens = None
-        pieces = None if streamer is None else _Pieces(streamer)
-        with frozen(self.model):
-            output = self.model.generate(
-                input_ids=last,
-                attention_mask=mask,
-                generation_config=config,
-                streamer=pieces,
-                **cache_argument(past),
-            )
-        return output[0, 1:]
-
     def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
         """The text of tokens, control tokens included, as it is."""
         text: Any = self.tokenizer.decode(
@@ -426,32 +394,8 @@ class Session:
         self._conversation = added.conversation
 
     def _encoded(self, tokens: Tokens) -> Int[Tensor, " new"]:
-        """Token ids on the model's device, one row."""
-        if isinstance(tokens, str):
-            check_text(tokens, "the text")
-            if self.num_tokens:
-                numbers = self._encoder.behind(tokens)
-            else:
-                opening = opening_ids(self.tokenizer)
-                body = self._encoder(tokens)
-                numbers = body if body[: len(opening)] == opening else [*opening, *body]
-            ids = torch.tensor(numbers, dtype=torch.long)
-        else:
-            ids = torch.as_tensor(tokens)
-            if not ids.numel():
-                raise InputError("no token to append or score")
-            if ids.dim() == 2 and len(ids) == 1:
-                ids = ids[0]
-            if ids.dim() != 1 or ids.is_floating_point():
-                raise InputError(
-                    f"tokens of shape {tuple(ids.shape)} and type {ids.dtype}: a session has one "
-                    "row of whole numbers"
-                )
-        if not len(ids):
-            raise InputError("no token to append or score")
-        ids = ids.long().to(self.model.device)
-        check_token_ids(self.model, ids.unsqueeze(0))
-        return ids
+        is_first = not self.num_tokens
+        return token_ids(tokens, self.model, self._encoder, is_first=is_first)
 
     def _check_tokens_exist(self) -> None:
         if not self.num_tokens:
@@ -470,8 +414,9 @@ class Session:
         least = self.tail + self.room + num_positions(protect) + 1
         if self.budget < least:
             raise InputError(
-                f"budget={self.budget} slots hold no slot besides the tail of {self.tail}, room for "
-                f"{self.room} and {num_positions(protect)} protected tokens: give at least {least}"
+                f"budget={self.budget} slots hold no slot besides the tail of {self.tail}, room "
+                f"for {self.room} and {num_positions(protect)} protected tokens: give at least "
+                f"{least}"
             )
 
     def _hold_lock(self, path: Path) -> None:
@@ -483,47 +428,3 @@ class Session:
         self.close()
         self._lock.enter_context(lock)
         self._locked_path = path
-
-
-class _Pieces:
-    """A streamer for one of several calls of ``generate``: without its prompt and its end."""
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
-        self._is_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        """Pass new tokens on."""
-        if not self._is_prompt:
-            self._streamer.put(value)
-        self._is_prompt = False
-
-    def end(self) -> None:
-        """Nothing: more tokens may follow."""
-
-
-def _checked_method(method: str | Compressor) -> Compressor:
-    """The compressor, which must be able to compress what is compact already."""
-    if isinstance(method, Compressor):
-        compressor = method
-    else:
-        name, options = parse_spec(method)
-        compressor = make_compressor(name, **options)
-    inner = getattr(compressor, "method", compressor)
-    name = getattr(inner, "name", "")
-    if isinstance(inner, KVPress) or name in _NEEDS_ALL_QUERIES:
-        raise InputError(
-            f"{name} needs all queries of the prefix, and a session compresses what is compact "
-            "already: choose another method"
-        )
-    return compressor
-
-
-def _checked_model(model: PreTrainedModel) -> str:
-    """The fingerprint of a model that a session supports."""
-    kind = model.config.model_type
-    if rope_border(model.config) is not None:
-        raise InputError(f"{kind}: rotary factors that depend on the length have no sessions")
-    if any(window is not None for window in layer_windows(model.config)):
-        raise InputError(f"{kind}: layers with sliding windows have no sessions")
-    return fingerprint(model)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
@@ -94,8 +95,9 @@ class SessionState:
         with frozen(model):
             captured = capture(model, ids.unsqueeze(0), past=past)
         num_exact = self.num_exact + len(ids)
-        keys = [layer.keys[:, :, -num_exact:] for layer in past.layers]  # type: ignore[union-attr]
-        values = [layer.values[:, :, -num_exact:] for layer in past.layers]  # type: ignore[union-attr]
+        layers: Any = past.layers
+        keys = [layer.keys[:, :, -num_exact:] for layer in layers]
+        values = [layer.values[:, :, -num_exact:] for layer in layers]
         queries = list(captured.queries)
         hidden = captured.hidden
         stream = captured.stream
@@ -168,11 +170,10 @@ class SessionState:
     @property
     def protected(self) -> tuple[Range, ...]:
         """The ranges of protected tokens in the compact cache."""
-        return parsed_ranges("" if self.compact is None else self.compact.metadata.get("protected", ""))
+        metadata = {} if self.compact is None else self.compact.metadata
+        return parsed_ranges(metadata.get("protected", ""))
 
-    def compacted(
-        self, compact: CompactCache, past_queries: PastQueries | None
-    ) -> "SessionState":
+    def compacted(self, compact: CompactCache, past_queries: PastQueries | None) -> "SessionState":
         """The state whose first tokens are in another compact cache; the others stay exact."""
         num_later = self.num_tokens - compact.num_tokens
         first = self.num_exact - num_later

@@ -20,7 +20,7 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
-from kvcat.compress.session_state import SessionState
+from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import PastQueries
 from kvcat.errors import InputError
 from kvcat.files import make_folder
@@ -110,9 +110,7 @@ def write_session(path: Path, saved: SavedSession) -> None:
     if kept is not None:
         tensors["past.positions"] = kept.positions
         tensors["past.starts"] = kept.starts
-        for number, (states, mass) in enumerate(
-            zip(kept.states, kept.log_later_mass, strict=True)
-        ):
+        for number, (states, mass) in enumerate(zip(kept.states, kept.log_later_mass, strict=True)):
             tensors[f"past.states.{number}"] = states
             tensors[f"past.log_later_mass.{number}"] = mass
     content = {
