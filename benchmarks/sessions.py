@@ -30,7 +30,7 @@ import kvcat
 from kvcat import Session
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace
-from kvcat.compress.trace import PastQueries
+from kvcat.compress.kept_queries import no_queries
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 
@@ -73,13 +73,6 @@ def joined(trace: Trace, index: int, num_new: int, made: CompactCache) -> Any:
         torch.cat([values, layer.values], dim=2),
         torch.cat([bias, layer.log_bias], dim=2),
     ).without_absent()
-
-
-def no_queries(trace: Trace) -> PastQueries:
-    """No queries of what is compact already."""
-    none = torch.zeros(0, dtype=torch.long)
-    states = [queries[:, :, :0] for queries in trace.prefix_queries]
-    return PastQueries(none, none, states, [queries[..., 0] for queries in states])
 
 
 def in_rounds(
@@ -188,7 +181,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", type=float, default=0.1, help="share of the prefix's slots")
     parser.add_argument("--tail", type=int, default=64)
-    parser.add_argument("--kept", type=int, default=256, help="tokens whose queries are kept")
+    parser.add_argument("--kept", type=int, default=256, help="rows of queries that are kept")
     parser.add_argument("--rounds", type=int, nargs="+", default=ROUNDS)
     add_options(parser)
     report(measure(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Presses of kvpress beside protected slots."""
+"""Presses of kvpress that keep protected slots as well as those of their choice."""
 
 import math
 from collections.abc import Callable

@@ -1,6 +1,5 @@
 """The queries to which Attention Matching is fitted, and the weight of each query's error."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -14,7 +13,6 @@ from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_PARTS = 3
-_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 @dataclass(frozen=True)
@@ -138,7 +136,7 @@ def fitted_queries(
             fitted. If there are at least twice as many, they are thinned evenly, to between one and
             two times this number.
     """
-    moved = _moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
+    moved = moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
         fitted = _supervising_queries(trace, by_share=by_share)
     else:
@@ -255,7 +253,7 @@ class _PlacedQueries(NamedTuple):
     num_represented: int  # number of queries that each fitted query represents
 
 
-def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
+def moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
     """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
     A part is a third of the prefix, but at most ``part_tokens``. The result is None if a compact
@@ -306,37 +304,6 @@ def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQue
         fit_boost=torch.cat([torch.ones(num_kept), moved.fit_boost]),
         factors=torch.cat([factors, moved.factors]),
     )
-
-
-def keep_queries(trace: Trace, count: int, part_tokens: int = 256) -> PastQueries | None:
-    """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
-
-    Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
-    position times the golden ratio has the smallest fractional part, which are evenly spaced.
-
-    Args:
-        trace: of a prefix, with all its queries after the compact cache, and those kept before.
-        count: largest number of tokens whose queries are kept, at least 0.
-        part_tokens: as in ``fitted_queries``.
-    """
-    moved = _moved_queries(trace, part_tokens, math.inf)
-    if moved is None:
-        return None
-    positions = trace.prefix_positions
-    if trace.past_queries is not None:
-        positions = torch.cat([positions, trace.past_queries.positions])
-    positions = positions[moved.rows]
-    starts = trace.prefix_len - moved.shifts
-    order = (positions.double() * _GOLDEN).frac().argsort(stable=True)[:count]
-    order = order[positions[order].argsort()]
-    states = []
-    for layer, new in enumerate(trace.prefix_queries):
-        both = new
-        if trace.past_queries is not None:
-            both = torch.cat([new, trace.past_queries.states[layer]], dim=2)
-        states.append(both.index_select(2, moved.rows[order].to(both.device)))
-    masses = [mass.index_select(2, order.to(mass.device)) for mass in moved.log_later_mass]
-    return PastQueries(positions[order], starts[order], states, masses)
 
 
 def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _PlacedQueries:

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor
+from kvcat.compress.kept_queries import keep_queries
 from kvcat.compress.protection import clipped, joined_ranges
-from kvcat.compress.queries import keep_queries
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import continued
@@ -30,8 +30,8 @@ class Session:
     Tokens are appended once, and never run again for the cache. When they need more slots than
     ``budget``, all but the last ``tail`` tokens are compressed with the slots from before, to
     ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
-    compressed; those of the tokens that are compressed now; and a sample, of ``num_kept`` tokens,
-    of the queries of all tokens compressed before. Slots that were fitted before have a log-bias,
+    compressed; those of the tokens that are compressed now; and ``num_kept`` rows of queries
+    of the tokens compressed before. Slots that were fitted before have a log-bias,
     which is part of the attention that the next fit reproduces, so that they count as the tokens
     that they represent. Until the first compaction the logits are those of the dense model.
 
@@ -47,7 +47,8 @@ class Session:
             not compress what is compact already, and are rejected.
         room: slots that are free after a compaction, for the tokens until the next one; None: a
             third of ``budget - tail``.
-        num_kept: tokens compressed before whose queries are kept, at least 0.
+        num_kept: rows of queries that are kept of tokens compressed before, at least 0; a row holds
+            one query of every query head (``keep_queries``).
         piece: most tokens that are appended at once; a longer text is compacted piece by piece.
         protect: ranges (first, end) of tokens whose slots stay exact for ever; they count in the
             budget. ``append(..., protect=True)`` adds ranges.
