@@ -179,25 +179,25 @@ def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(d
         assert max(map(len, groups)) == max(1, 4096 // largest)
 
 
-def test_kept_queries_are_those_of_the_tokens_whose_turn_it_is_and_evenly_spaced(double, windows):
+def test_kept_queries_are_those_of_evenly_spaced_tokens_with_the_mass_of_their_part(
+    double, windows
+):
     traced = trace(double, windows[:, :48], supervision="self")
     every = keep_queries(traced, 1000)
-    # parts of 16 tokens; the two query heads of a KV head take turns
-    assert every.positions.tolist() == list(range(0, 48, 2))
-    assert every.starts.tolist() == [position // 16 * 16 for position in range(0, 48, 2)]
+    # parts of 16 tokens
+    assert every.positions.tolist() == list(range(48))
+    assert every.starts.tolist() == [position // 16 * 16 for position in range(48)]
     for layer, queries in enumerate(traced.prefix_queries):
-        for head in range(4):
-            tokens = every.positions + head % 2
-            assert torch.equal(every.states[layer][:, head], queries[:, head, tokens])
-            keys = traced.keys[layer][:, head // 2]
-            scores = queries[:, head] @ keys.mT * traced.scales[layer]
-            for row, token in enumerate(tokens.tolist()):
-                seen = scores[:, token, token // 16 * 16 : token + 1]
-                mass = every.log_later_mass[layer][:, head, row]
-                torch.testing.assert_close(mass, seen.logsumexp(-1))
-    sample = keep_queries(traced, 6)
-    assert set(sample.positions.tolist()) < set(every.positions.tolist())
-    assert sample.positions.diff().max() <= 16
+        assert torch.equal(every.states[layer], queries)
+        keys = traced.keys[layer].repeat_interleave(2, dim=1)
+        scores = queries @ keys.mT * traced.scales[layer]
+        for token in range(48):
+            seen = scores[:, :, token, token // 16 * 16 : token + 1]
+            mass = every.log_later_mass[layer][:, :, token]
+            torch.testing.assert_close(mass, seen.logsumexp(-1))
+    sample = keep_queries(traced, 12)
+    assert len(sample.positions) == 12
+    assert sample.positions.diff().max() <= 6
     assert keep_queries(traced, 0).positions.tolist() == []
 
 

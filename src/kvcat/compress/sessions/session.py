@@ -30,8 +30,8 @@ class Session:
     Tokens are appended once, and never run again for the cache. When they need more slots than
     ``budget``, all but the last ``tail`` tokens are compressed with the slots from before, to
     ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
-    compressed; those of the tokens that are compressed now; and ``num_kept`` rows of queries
-    of the tokens compressed before. Slots that were fitted before have a log-bias,
+    compressed; those of the tokens that are compressed now; and the queries of ``num_kept``
+    tokens compressed before. Slots that were fitted before have a log-bias,
     which is part of the attention that the next fit reproduces, so that they count as the tokens
     that they represent. Until the first compaction the logits are those of the dense model.
 
@@ -47,8 +47,7 @@ class Session:
             not compress what is compact already, and are rejected.
         room: slots that are free after a compaction, for the tokens until the next one; None: a
             third of ``budget - tail``.
-        num_kept: rows of queries that are kept of tokens compressed before, at least 0; a row holds
-            one query of every query head (``keep_queries``).
+        num_kept: tokens compressed before whose queries are kept, at least 0.
         piece: most tokens that are appended at once; a longer text is compacted piece by piece.
         protect: ranges (first, end) of tokens whose slots stay exact for ever; they count in the
             budget. ``append(..., protect=True)`` adds ranges.
@@ -68,7 +67,7 @@ class Session:
         tail: int = 64,
         method: str | Compressor = "attention-matching",
         room: int | None = None,
-        num_kept: int = 256,
+        num_kept: int = 512,
         piece: int = 1024,
         protect: Sequence[Range] = (),
         allow_special: bool = False,
