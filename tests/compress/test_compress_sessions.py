@@ -402,3 +402,26 @@ def test_a_template_that_changes_earlier_turns_is_rejected(model):
     assert session.num_tokens == len(session.ids)
     plain = Session(model, byte_tokenizer(chat=False), budget=60, tail=8)
     assert "no chat template" in refusal(plain.turn, "the cat")
+
+
+def test_a_save_that_is_interrupted_leaves_the_session_saved_before(
+    model, tokenizer, make, tmp_path, monkeypatch
+):
+    path = tmp_path / "talk.session"
+    session = make()
+    session.append(TOKENS[:50])
+    session.save(path)
+    before = path.read_bytes()
+    session.append(TOKENS[50:])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcat.files._sync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.save(path)
+    assert path.read_bytes() == before
+    session.close()
+    with Session.load(path, model, tokenizer) as loaded:
+        assert loaded.num_tokens == 50
