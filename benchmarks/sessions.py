@@ -17,6 +17,7 @@ OUT is a folder as in quality.py: it continues after a kill.
 
 import argparse
 import time
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,7 +43,7 @@ ROUNDS = (4, 8, 16, 32)
 class Appending(AttentionMatching):
     """Compresses the tokens after a compact cache by themselves, and keeps its slots."""
 
-    def compress(self, trace: Trace, sizes: list[int]) -> Any:
+    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The slots from before, and of the new tokens as many as are missing."""
         num_new = trace.prefix_len - trace.past_len
         counts = torch.cat([trace.counts(layer).flatten() for layer in range(len(trace.keys))])
@@ -63,6 +64,9 @@ class Appending(AttentionMatching):
 def joined(trace: Trace, index: int, num_new: int, made: CompactCache) -> Any:
     """A layer of the slots before the new tokens, and of those made from the new tokens."""
     layer = made.layers[index].padded()
+    new_bias = layer.log_bias
+    if new_bias is None:
+        new_bias = torch.zeros_like(layer.keys[..., 0])
     keys = trace.keys[index][:, :, :-num_new]
     values = trace.values[index][:, :, :-num_new]
     bias = torch.zeros_like(keys[..., 0])
@@ -71,7 +75,7 @@ def joined(trace: Trace, index: int, num_new: int, made: CompactCache) -> Any:
     return CompactLayer(
         torch.cat([keys, layer.keys], dim=2),
         torch.cat([values, layer.values], dim=2),
-        torch.cat([bias, layer.log_bias], dim=2),
+        torch.cat([bias, new_bias], dim=2),
     ).without_absent()
 
 
