@@ -38,6 +38,7 @@ Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
 Fraction = Annotated[float, _number(float, "FRACTION", lambda value: 0 < value <= 1)]
 Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
 Megabytes = Annotated[float, _number(float, "MB>0", lambda value: 0 < value < 1e12)]
+Protect = Literal["system"]
 CacheBits = Literal["auto", "16", "8", "8/4", "4"]
 Seed = Annotated[
     int,

@@ -153,6 +153,26 @@ def test_a_cache_records_how_it_was_made_and_the_same_command_makes_the_same_one
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat").strip()
 
 
+def test_a_protected_passage_stays_exact_and_one_that_does_not_occur_is_rejected(
+    tiny_folder, document, tmp_path, mistake
+):
+    passage = tmp_path / "rules.txt"
+    passage.write_text("\n" + DOCUMENT[10:40] + "\n")
+    cache = compress(tiny_folder, document, "--keep", 0.5, "--protect-text", passage)
+    loaded = CompactCache.load(cache)
+    ((start, stop),) = [map(int, loaded.metadata["protected"].split(":"))]
+    whole = compress(tiny_folder, document, "--keep", 1, "--overwrite")
+    for layer, dense in zip(loaded.layers, CompactCache.load(whole).layers, strict=True):
+        for head in range(2):
+            kept = layer.head(0, head)[0][: stop - start]
+            assert torch.equal(kept, dense.keys[0, head, start:stop])
+    command = ["compress", tiny_folder, "--text", document, "-o", tmp_path / "c", "--protect-text"]
+    assert "bits" in mistake(*command, passage, "--bits", "8")
+    passage.write_text("no such text")
+    assert "is not in the document" in mistake(*command, passage)
+    assert "--protect system needs --chat" in mistake(*command[:-1], "--protect", "system")
+
+
 def test_the_search_for_the_smallest_cache_reports_every_size(tiny_folder, document, capsys):
     loaded = CompactCache.load(compress(tiny_folder, document, "--max-kl", 1e-3))
     assert "KL" in capsys.readouterr().err

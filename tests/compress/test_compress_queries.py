@@ -6,8 +6,9 @@ import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.compress import split_supervision, trace
+from kvcat.compress import AttentionMatching, split_supervision, trace
 from kvcat.compress.heads import Heads, dense_attention
+from kvcat.compress.kept_queries import keep_queries
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
@@ -176,3 +177,51 @@ def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(d
         )
         largest = max(queries * size, size * size, prefix * dims)
         assert max(map(len, groups)) == max(1, 4096 // largest)
+
+
+def test_kept_queries_are_those_of_evenly_spaced_tokens_with_the_mass_of_their_part(
+    double, windows
+):
+    traced = trace(double, windows[:, :48], supervision="self")
+    every = keep_queries(traced, 1000)
+    # parts of 16 tokens
+    assert every.positions.tolist() == list(range(48))
+    assert every.starts.tolist() == [position // 16 * 16 for position in range(48)]
+    for layer, queries in enumerate(traced.prefix_queries):
+        assert torch.equal(every.states[layer], queries)
+        keys = traced.keys[layer].repeat_interleave(2, dim=1)
+        scores = queries @ keys.mT * traced.scales[layer]
+        for token in range(48):
+            seen = scores[:, :, token, token // 16 * 16 : token + 1]
+            mass = every.log_later_mass[layer][:, :, token]
+            torch.testing.assert_close(mass, seen.logsumexp(-1))
+    sample = keep_queries(traced, 12)
+    assert len(sample.positions) == 12
+    assert sample.positions.diff().max() <= 6
+    assert keep_queries(traced, 0).positions.tolist() == []
+
+
+def test_a_fit_behind_a_cache_weighs_kept_queries_by_the_tokens_that_they_represent(
+    double, windows
+):
+    method = AttentionMatching(budgets="equal")
+    before = trace(double, windows, 32)
+    past = method(before, num_slots=9)
+    grown = trace(double, windows, 48, past=past)
+    kept = keep_queries(before, 8)
+    new = replace(
+        grown,
+        past_queries=kept,
+        prefix_positions=torch.arange(32, 48),
+        prefix_queries=[queries[:, :, -16:] for queries in grown.prefix_queries],
+    )
+    fitted = fitted_queries(new, 1.0, by_share=True)
+    # 16 of the suffix, 8 kept for 32 tokens, 16 of the tokens after the cache
+    weights = fitted.factors.square()
+    assert fitted.num_fitted == fitted.num_queries == 40
+    torch.testing.assert_close(weights[16:24], weights[24:25].expand(8) * 4)
+    torch.testing.assert_close(weights[16:].sum(), weights[:16].sum())
+    # rotated to where they would be if their part were repeated after the prefix
+    moved = fitted.states(1, 0, [2], 40)[0, 16:24]
+    back = KeyRotation(double, 1)(moved[None, None], 1, kept.starts - 48)[0, 0]
+    torch.testing.assert_close(back, kept.states[1][0, 2])

@@ -116,6 +116,8 @@ class CompactCache:
         wanted = Bits.parse(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
+        if "protected" in self.metadata:
+            raise InputError("the cache has protected slots, which few bits would round")
         layers = [quantized_layer(layer, wanted) for layer in self.ordinary_layers()]
         return replace(self, layers=layers, metadata={**self.metadata, "bits": str(wanted)})
 

@@ -32,12 +32,14 @@ from kvcat.types import Tensor
 CACHE = "kvcat-compact-cache"
 PREFIX = "kvcat-prefix"
 STATE = "kvcat-gradient-state"
+SESSION = "kvcat-session"
 _KINDS = {
     CACHE: "a compact cache of kvcat",
     PREFIX: "an exported prefix of kvcat",
     STATE: "the state of a gradient-based run of kvcat",
+    SESSION: "a session of kvcat",
 }
-_VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3}
+_VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3, SESSION: 1}
 _QUANTIZED_VERSION = 3  # of a compact cache in few bits
 _NO_DIGEST = "0" * 64
 _ENTRIES = {
@@ -62,8 +64,8 @@ _QUANTIZED_NAMES = "|".join(QUANTIZED_TENSORS)
 def write_tensors(
     path: Path, tensors: dict[str, Tensor], entries: dict[str, str], kind: str
 ) -> None:
-    """Write a safetensors file of a kind (``CACHE``, ``PREFIX``, ``STATE``) with format and
-    checksum in the header.
+    """Write a safetensors file of a kind (``CACHE``, ``PREFIX``, ``STATE``, ``SESSION``), with
+    format and checksum in the header.
 
     The other entries of the header are written in their order: equal contents give equal bytes.
     """

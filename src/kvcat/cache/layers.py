@@ -12,7 +12,7 @@ from kvcat.attention import Carried, attach
 from kvcat.cache.quantized import QuantizedLayer
 from kvcat.cache.slots import Layer, RaggedLayer
 from kvcat.errors import InputError
-from kvcat.types import Int, Tensor
+from kvcat.types import Float, Int, Tensor
 
 
 class PrefixLayer(CacheLayerMixin):
@@ -99,6 +99,17 @@ class PrefixLayer(CacheLayerMixin):
         if self.ragged is not None:
             carried = Carried(slots=self.ragged.head, rows=rows)
         return self._carrying(keys, carried), values
+
+    def hold(
+        self,
+        keys: Float[Tensor, "batch kv_heads new head_dim"],
+        values: Float[Tensor, "batch kv_heads new value_dim"],
+    ) -> None:
+        """Append the keys and values of tokens that ran before, without attention."""
+        _check_window(self.window, self.num_tokens + self.num_new + keys.shape[-2])
+        self.keys = torch.cat([self.keys, keys], dim=-2)
+        self.values = torch.cat([self.values, values], dim=-2)
+        self.num_new += keys.shape[-2]
 
     def _carrying(self, keys: Tensor, carried: Carried | None) -> Tensor:
         if self._sent is not None and not self._sent.taken:

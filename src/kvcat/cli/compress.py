@@ -35,6 +35,8 @@ def compress(
     chat: bool = False,
     allow_special: opt.AllowSpecial = False,
     room: opt.Count | None = None,
+    protect: opt.Protect | None = None,
+    protect_text: Path | None = None,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -81,12 +83,17 @@ def compress(
         shard: RANK/COUNT, to make one of COUNT parts of a corpus; processes share the store.
         ray: Compress the corpus on a Ray cluster: its address, or auto.
         workers: Most Ray workers at a time; by default as many as the cluster has devices.
+        protect: What stays exact in every head and layer, inside the budget; system: all that the
+            chat template writes before the document (needs --chat).
+        protect_text: Text file whose text, without blanks at both ends, stays exact wherever it
+            occurs in the document.
     """
     if corpus is not None:
         compress_to_store(
             model, output, corpus, text=text, method=method, keep=keep, slots=slots, bits=bits,
             unsupported={"--max-kl": max_kl, "--bytes": bytes, "--mb": mb,
-                         "--overwrite": overwrite or None},
+                         "--overwrite": overwrite or None, "--protect": protect,
+                         "--protect-text": protect_text},
             supervision=supervision, chat=chat, allow_special=allow_special, room=room, seed=seed,
             device=device, dtype=dtype, text_column=text_column, id_column=id_column, check=check,
             shard=shard, ray=ray, workers=workers,
@@ -108,8 +115,8 @@ def compress(
     _compress_text(
         model, Path(output), text, method=method, keep=keep, slots=slots, max_kl=max_kl,
         bytes=bytes, mb=mb, bits=bits, supervision=supervision, chat=chat,
-        allow_special=allow_special, room=room, overwrite=overwrite, seed=seed, device=device,
-        dtype=dtype,
+        allow_special=allow_special, room=room, protect=protect, protect_text=protect_text,
+        overwrite=overwrite, seed=seed, device=device, dtype=dtype,
     )  # fmt: skip
 
 
@@ -129,6 +136,8 @@ def _compress_text(
     chat: bool,
     allow_special: bool,
     room: int | None,
+    protect: str | None,
+    protect_text: Path | None,
     overwrite: bool,
     seed: int,
     device: str,
@@ -141,6 +150,10 @@ def _compress_text(
     num_bytes = bytes if mb is None else int(mb * 1e6)
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
+    passages = _passages(protect_text, document)
+    if protect == "system" and not chat:
+        raise InputError("--protect system needs --chat: only a chat template has a system turn")
+    has_protection = protect is not None or bool(passages)
     opt.check_output(output, overwrite=overwrite, source=text)
     early.check_method(method)
     name, options = parse_spec(method)
@@ -148,6 +161,8 @@ def _compress_text(
         raise InputError(f"--bits {bits} and the bits of {method}: give one of them")
     if bits not in ("auto", "16"):
         options["bits"] = bits
+    if has_protection and "bits" in options:
+        raise InputError(f"protected slots are exact, not in {options['bits']} bits")
     learner = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learner in ("gradient", "--max-kl"):
         raise InputError(
@@ -158,7 +173,14 @@ def _compress_text(
     early.check_model(model)
 
     import kvcat
-    from kvcat.compress import Quantized, document_trace, seeded_compressor, slots_and_bits
+    from kvcat.compress import (
+        Quantized,
+        document_trace,
+        protected_ranges,
+        protecting,
+        seeded_compressor,
+        slots_and_bits,
+    )
 
     compressor = seeded_compressor(name, options, seed)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
@@ -171,16 +193,27 @@ def _compress_text(
         allow_special=allow_special,
         room=room,
     )
+    ranges = protected_ranges(
+        tokenizer,
+        document,
+        system=protect == "system",
+        passages=passages,
+        chat=chat,
+        allow_special=allow_special,
+    )
+    trace = protecting(trace, ranges)
     is_quantized = isinstance(compressor, Quantized)
     cache_bits = compressor.bits if is_quantized else None
     compressor = compressor.method if is_quantized else compressor
     if num_bytes is not None:
         keep_ratio = None
-        choices = [cache_bits] if bits == "16" or cache_bits else None
+        is_chosen = bits == "16" or cache_bits or has_protection
+        choices = [cache_bits] if is_chosen else None
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
     quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
     command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
-    state = _state_file(output, command)
+    protected = (trace.protected,) if trace.protected else ()
+    state = _state_file(output, (*command, *protected))
     if max_kl is not None:
         cache = _smallest_cache(trace, quantizing, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
@@ -212,6 +245,16 @@ def _read_text(path: Path) -> str:
     if not document.strip():
         raise InputError(f"text file {path} is empty")
     return document
+
+
+def _passages(path: Path | None, document: str) -> tuple[str, ...]:
+    """The text to protect, without blanks at both ends; ``InputError`` if it does not occur."""
+    if path is None:
+        return ()
+    passage = _read_text(path).strip()
+    if passage not in document:
+        raise InputError(f"the text of {path} is not in the document")
+    return (passage,)
 
 
 def _state_file(output: Path, command: tuple[Any, ...]) -> Path:

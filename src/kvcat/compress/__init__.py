@@ -12,12 +12,19 @@ from kvcat.compress.compare import (
     smallest_cache,
     supervised_kl,
 )
-from kvcat.compress.documents import INSTRUCTION, document_trace, question_ids, reconstruction
+from kvcat.compress.documents import (
+    INSTRUCTION,
+    document_trace,
+    protected_ranges,
+    question_ids,
+    reconstruction,
+)
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.methods.refined import RefinedMatching
+from kvcat.compress.protection import protecting
 from kvcat.compress.quantized import Quantized, slots_and_bits
 from kvcat.compress.registry import (
     COMPRESSORS,
@@ -26,6 +33,7 @@ from kvcat.compress.registry import (
     seeded_compressor,
     takes_seed,
 )
+from kvcat.compress.sessions import Session
 from kvcat.compress.solvers import fit_log_bias, fit_values
 from kvcat.compress.trace import Reconstruction, Trace, split_supervision
 from kvcat.compress.tracing import trace
@@ -46,6 +54,7 @@ __all__ = [
     "RefinedMatching",
     "Scorer",
     "Scores",
+    "Session",
     "SmallestCache",
     "Trace",
     "compact_cache",
@@ -56,6 +65,8 @@ __all__ = [
     "fit_values",
     "make_compressor",
     "parse_method",
+    "protected_ranges",
+    "protecting",
     "question_ids",
     "received_mass",
     "reconstruction",

@@ -13,7 +13,14 @@ import torch
 
 from kvcat.attention.mass import attention_mass
 from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer
-from kvcat.compress.trace import Trace, slot_facts
+from kvcat.compress.protection import (
+    behind_protected,
+    check_protected,
+    check_room,
+    protected_layer,
+    protecting,
+)
+from kvcat.compress.trace import Range, Trace, slot_facts
 from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor
@@ -34,7 +41,12 @@ class Compressor(ABC):
         return False
 
     def __call__(
-        self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
+        self,
+        trace: Trace,
+        *,
+        keep_ratio: float | int | None = None,
+        num_slots: int | None = None,
+        protect: Sequence[Range] = (),
     ) -> CompactCache:
         """The compact cache with a size that is given as ``keep_ratio`` or as ``num_slots``.
 
@@ -43,15 +55,23 @@ class Compressor(ABC):
             keep_ratio: fraction of the slots to keep, in (0, 1], that is ceil(keep_ratio *
                 prefix_len) slots; 1 returns the dense cache.
             num_slots: average number of slots per layer and head, in [1, prefix_len].
+            protect: ranges (first, end) of tokens whose slots stay exact, and come first, in every
+                head and layer; they count among the slots (``protection``). For other calls,
+                ``protecting(trace, ranges)`` is a trace that has them.
 
         Raises:
-            InputError: keep_ratio or num_slots is out of range, or the method cannot compress the
-                trace.
+            InputError: keep_ratio or num_slots is out of range or below the number of protected
+                tokens, a range is not in the prefix, or the method cannot compress the trace.
         """
-        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots >= trace.max_slots:
-            return self.full(trace)
-        return next(self.compress(trace, [slots]))
+        trace = protecting(trace, protect)
+        slots = checked_slots(trace, keep_ratio, num_slots)
+        if is_between(trace, slots):
+            return next(self.compress(trace, [slots]))
+        return self._at_an_end(trace, slots)
+
+    def _at_an_end(self, trace: Trace, slots: int) -> CompactCache:
+        """The cache of all slots, or of the protected ones alone."""
+        return self.full(trace) if slots >= trace.max_slots else protected_alone(trace)
 
     def full(self, trace: Trace) -> CompactCache:
         """The cache with all slots: the dense one."""
@@ -65,10 +85,10 @@ class Compressor(ABC):
         Raises:
             InputError: as a plain call.
         """
-        sizes = [slots_for(trace.prefix_len, keep_ratio, None) for keep_ratio in keep_ratios]
-        caches = self.compress(trace, [slots for slots in sizes if slots < trace.max_slots])
+        sizes = [checked_slots(trace, keep_ratio, None) for keep_ratio in keep_ratios]
+        caches = self.compress(trace, [slots for slots in sizes if is_between(trace, slots)])
         for slots in sizes:
-            yield next(caches) if slots < trace.max_slots else self.full(trace)
+            yield next(caches) if is_between(trace, slots) else self._at_an_end(trace, slots)
 
     @property
     def last_step(self) -> int | None:
@@ -156,6 +176,28 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
+def checked_slots(trace: Trace, keep_ratio: float | int | None, num_slots: int | None) -> int:
+    """The number of slots to keep of a trace, as ``slots_for``.
+
+    Raises:
+        InputError: as ``slots_for``, or fewer than are protected.
+    """
+    slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
+    check_room(trace, slots)
+    return slots
+
+
+def is_between(trace: Trace, num_slots: int) -> bool:
+    """Whether a cache has to be made: not of all slots, nor of the protected ones alone."""
+    return trace.num_protected < num_slots < trace.max_slots
+
+
+def protected_alone(trace: Trace) -> CompactCache:
+    """The cache that holds only the protected slots."""
+    layers = [protected_layer(trace, index) for index in range(len(trace.keys))]
+    return compact_cache(trace, layers, "protected", {})
+
+
 def compact_cache(
     trace: Trace,
     layers: Sequence[Layer | QuantizedLayer],
@@ -166,10 +208,11 @@ def compact_cache(
 
     Raises:
         InputError: keys, values or log-bias are not finite, because a low-precision type
-            overflowed.
+            overflowed; or the first slots are not the protected ones.
     """
     _check_finite(layers, method, options)
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+    check_protected(trace, cache, method)
     facts = {
         "method": method,
         **slot_facts(cache),
@@ -206,10 +249,15 @@ def _check_finite(
 def best_layer(
     trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int
 ) -> Layer:
-    """The slots with the highest scores in one layer, unchanged.
+    """The slots with the highest scores in one layer, unchanged; the protected ones come first.
 
     Among equal scores, the earlier slot is kept.
     """
+    if trace.protected:
+        other_scores = scores.index_select(2, trace.other_slots(index))
+        num_others = num_slots - trace.num_protected
+        others = best_layer(trace.unprotected, index, other_scores, num_others)
+        return behind_protected(trace, index, others)
     slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
     bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
     rows = slots.unsqueeze(-1)

@@ -215,7 +215,7 @@ def smallest_cache(
         raise InputError(f"max_kl must be at least 0 nats per token and finite, not {max_kl}")
     learn, judge = split_supervision(trace, held_out)
     best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
-    too_few = 0
+    too_few = max(0, trace.num_protected - 1)
     while best.num_slots - too_few > 1:
         # half way on a logarithmic scale: small caches are made quickly, so the search begins there
         middle = round(math.sqrt(max(1, too_few) * best.num_slots))

@@ -10,15 +10,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache
 from kvcat.choices import DocumentSupervision
 from kvcat.compress.chat import ChatTemplate, chat_parts
-from kvcat.compress.trace import Reconstruction, Trace
+from kvcat.compress.trace import Range, Reconstruction, Trace
 from kvcat.compress.tracing import trace
 from kvcat.errors import InputError
 from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
 
 __all__ = [
-    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "question_ids", "reconstruction",
-    "reconstruction_of_tokens", "sequence_trace",
+    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "protected_ranges",
+    "question_ids", "reconstruction", "reconstruction_of_tokens", "sequence_trace",
 ]  # fmt: skip
 
 INSTRUCTION = (
@@ -154,6 +154,79 @@ def sequence_trace(
         own_queries = trace(model, document, supervision="self", room=room)
         return replace(own_queries, about=sequence.about)
     return trace(model, replace(sequence, input_ids=ids), room=room)
+
+
+def protected_ranges(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    *,
+    system: bool = False,
+    passages: Sequence[str] = (),
+    chat: bool = False,
+    allow_special: bool = False,
+) -> list[Range]:
+    """Ranges of a document's tokens to protect (``protecting``), in a trace of ``document_trace``.
+
+    Tokens that hold only a part of what is protected are protected as well.
+
+    Args:
+        tokenizer: the model's.
+        text: the document.
+        system: all that the chat template writes before the document: the system turn and the
+            opening of the user's turn.
+        passages: texts, each of which is protected wherever it occurs in the document.
+        chat, allow_special: as in ``document_trace``.
+
+    Raises:
+        InputError: a passage that is empty or does not occur in the document; ``system`` without
+            ``chat``, or with a template that writes no system turn; and as ``reconstruction``.
+    """
+    if not system and not passages:
+        return []
+    sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
+    tokens = sequence.input_ids[0, : sequence.prefix_len].tolist()
+    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    head: list[Piece] = []
+    opening: list[int] = []
+    if chat:
+        template = ChatTemplate(tokenizer)
+        text = template.document(text)
+        head = [Piece(template.parts.head, is_markup=True)]
+    else:
+        opening = tokens[: len(tokens) - len(encoder(text))]
+
+    def range_of(start: int, stop: int) -> Range:
+        """The tokens that hold characters of the document from start to stop."""
+        before = [*opening, *encoder.joined([*head, Piece(text[:start])])]
+        after = encoder.behind(text[stop:])
+        num_after = _num_common(after[::-1], tokens[::-1])
+        return _num_common(before, tokens), len(tokens) - num_after
+
+    ranges: list[Range] = []
+    if system:
+        if not head or "system" not in head[0].text:
+            reason = "the chat template writes none" if chat else "only a chat template writes one"
+            raise InputError(f"there is no system turn to protect: {reason}")
+        ranges.append((0, range_of(0, 0)[1]))
+    for passage in passages:
+        if not passage:
+            raise InputError("a passage to protect is empty")
+        place = text.find(passage)
+        if place < 0:
+            raise InputError(f"the passage to protect, {passage[:20]!r}, is not in the document")
+        while place >= 0:
+            stop = place + len(passage)
+            ranges.append(range_of(place, stop))
+            place = text.find(passage, stop)
+    return ranges
+
+
+def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
+    """The number of tokens with which both sequences begin."""
+    for number, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return number
+    return min(len(first), len(second))
 
 
 def question_ids(

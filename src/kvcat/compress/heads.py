@@ -209,7 +209,7 @@ class Heads:
     """The KV heads of a trace with the queries to fit to, loaded group by group.
 
     Args:
-        trace: trace of the windows.
+        trace: trace of the windows, without protected slots (``Trace.unprotected``).
         fitted: the queries.
         drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
         group_elements: most numbers that a group of heads holds, if one head has no more.
@@ -332,9 +332,9 @@ class Heads:
 
         After a compact cache only the last slots have queries.
         """
-        if not self.fitted.causal:
+        if self.fitted.num_unseen is None:
             return None
-        last = torch.arange(num_slots - num_queries, num_slots, device=device)
+        last = num_slots - 1 - self.fitted.num_unseen[:num_queries].to(device)
         return _of_every_head(last, query_heads, num_heads)
 
 

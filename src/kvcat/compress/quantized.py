@@ -44,6 +44,8 @@ class Quantized(Compressor):
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The caches in few bits."""
         check_dims(trace.keys[0].shape[-1], trace.values[0].shape[-1], self.bits)
+        if trace.protected:
+            raise InputError(f"protected slots are exact, not in {self.bits} bits: leave out bits")
         return self.method.compress_quantized(trace, sizes, self.bits)
 
     def snapshots(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvcat.attention.mass import log_mass
-from kvcat.compress.trace import Trace, sampled_positions
+from kvcat.compress.trace import PastQueries, Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor, at_least_float32
@@ -28,6 +28,7 @@ class MovedQueries:
         log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
             sees in its part of the prefix.
         fit_boost: as in ``FittedQueries``.
+        factors: square root of the number of tokens that each query represents.
     """
 
     rotation: KeyRotation
@@ -35,6 +36,7 @@ class MovedQueries:
     shifts: Int[Tensor, " queries"]
     log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
     fit_boost: Float[Tensor, " fitted"]
+    factors: Float[Tensor, " queries"]
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class FittedQueries:
     """Queries for a fit, with the error weights factor * m / (m + exp(log_later_mass)).
 
     Here m is the attention mass on the prefix, so that the quotient is the share of the query's
-    attention that goes to the prefix. Supervising queries come first, then those of the prefix.
+    attention that goes to the prefix. Protected slots (``protection``) are not fitted: their mass
+    is part of exp(log_later_mass), and m is that of the others. Supervising queries come first,
+    then those of the prefix.
 
     Args:
         trace: the trace that the queries come from.
@@ -53,8 +57,8 @@ class FittedQueries:
             sees after the prefix; -inf if all queries count equally.
         fit_boost: further factors of those queries to which log-bias and values are fitted. They
             come first; the other queries only select keys.
-        causal: the queries are those of the prefix at their original positions, and do not see
-            later keys.
+        num_unseen: number of the last slots that each query does not see, for queries of the
+            prefix at their original positions; None: every query sees all slots.
     """
 
     trace: Trace
@@ -63,7 +67,12 @@ class FittedQueries:
     factors: Float[Tensor, " queries"]
     log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
     fit_boost: Float[Tensor, " fitted"]
-    causal: bool = False
+    num_unseen: Int[Tensor, " queries"] | None = None
+
+    @property
+    def causal(self) -> bool:
+        """Whether the queries are at their original positions, where they do not see all slots."""
+        return self.num_unseen is not None
 
     @property
     def num_queries(self) -> int:
@@ -89,6 +98,9 @@ class FittedQueries:
         if self.moved is None or not num_moved:
             return supervising
         prefix_queries = self.trace.prefix_queries[layer][example]
+        if self.trace.past_queries is not None:
+            past_states = self.trace.past_queries.states[layer][example]
+            prefix_queries = torch.cat([prefix_queries, past_states], dim=1)
         num_kept = prefix_queries.shape[1]
         kept_rows = self.moved.rows[:num_moved].to(supervising.device)
         flat_rows = head_rows.unsqueeze(1) * num_kept + kept_rows  # (heads, num_moved)
@@ -124,14 +136,70 @@ def fitted_queries(
             fitted. If there are at least twice as many, they are thinned evenly, to between one and
             two times this number.
     """
-    moved = _moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
+    moved = moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
-        return _supervising_queries(trace, by_share=by_share)
-    if not by_share:
-        moved = replace(moved, log_later_mass=_no_mass(moved.log_later_mass))
-    if trace.supervision == "self":
-        return _moved_alone(trace, moved)
-    return _with_moved(_supervising_queries(trace, by_share=by_share), moved, own_weight)
+        fitted = _supervising_queries(trace, by_share=by_share)
+    else:
+        if not by_share:
+            moved = replace(moved, log_later_mass=_no_mass(moved.log_later_mass))
+        if trace.supervision == "self":
+            fitted = _moved_alone(trace, moved)
+        else:
+            supervising = _supervising_queries(trace, by_share=by_share)
+            fitted = _with_moved(supervising, moved, own_weight)
+    return _with_protected_mass(fitted) if trace.protected else fitted
+
+
+def _with_protected_mass(fitted: FittedQueries) -> FittedQueries:
+    """The queries for a fit of the slots that are not protected.
+
+    Queries that see none of these are left out.
+    """
+    trace = fitted.trace
+    num_protected = trace.num_protected
+    last_seen = torch.full([fitted.num_queries], num_protected - 1)
+    if fitted.num_unseen is not None:
+        fitted, last_seen = _seeing_unprotected(fitted)
+    masses = []
+    for layer, later in enumerate(fitted.log_later_mass):
+        keys = trace.keys[layer].index_select(2, trace.protected_slots(layer))
+        every_head = list(range(later.shape[1]))
+        states = [
+            fitted.states(layer, example, every_head, fitted.num_queries)
+            for example in range(trace.batch_size)
+        ]
+        mass = log_mass(torch.stack(states), keys, trace.scales[layer], last_seen.clamp_min(0))
+        mass[..., last_seen < 0] = -torch.inf
+        masses.append(torch.logaddexp(later, mass))
+    return replace(fitted, log_later_mass=masses)
+
+
+def _seeing_unprotected(
+    fitted: FittedQueries,
+) -> tuple[FittedQueries, Int[Tensor, " queries"]]:
+    """Those queries at their original positions that see slots that are not protected, and the
+    last protected slot that each of them sees, or -1.
+    """
+    trace = fitted.trace
+    is_protected = torch.zeros(trace.prefix_len, dtype=torch.long)
+    for start, stop in trace.protected:
+        is_protected[start:stop] = 1
+    num_seen = is_protected.cumsum(0)[trace.prefix_positions]
+    num_after = (1 - is_protected).flip(0).cumsum(0).flip(0) - (1 - is_protected)
+    num_unseen = num_after[trace.prefix_positions]
+    unprotected = trace.unprotected
+    layers = range(len(unprotected.keys))
+    fewest = min(int(unprotected.counts(layer).min()) for layer in layers)
+    sees = num_unseen < fewest
+    kept = replace(
+        fitted,
+        supervising=[queries[:, :, sees] for queries in fitted.supervising],
+        factors=fitted.factors[sees],
+        log_later_mass=[mass[:, :, sees] for mass in fitted.log_later_mass],
+        fit_boost=fitted.fit_boost[sees],
+        num_unseen=num_unseen[sees],
+    )
+    return kept, num_seen[sees] - 1
 
 
 def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
@@ -145,17 +213,17 @@ def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
     else:
         log_later_mass = _no_mass([queries[..., 0] for queries in trace.queries])
     ones = torch.ones(trace.queries[0].shape[2])
+    num_unseen = torch.arange(len(ones)).flip(0) if is_self else None
     return FittedQueries(
-        trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, causal=is_self
+        trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, num_unseen=num_unseen
     )
 
 
 def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
     """The fit to the moved queries of the prefix alone."""
     nothing = [queries[:, :, :0] for queries in trace.queries]
-    factors = torch.ones(len(moved.rows))
     return FittedQueries(
-        trace, nothing, moved, factors, moved.log_later_mass, fit_boost=moved.fit_boost
+        trace, nothing, moved, moved.factors, moved.log_later_mass, fit_boost=moved.fit_boost
     )
 
 
@@ -163,13 +231,13 @@ def _with_moved(
     supervising: FittedQueries, moved: MovedQueries, own_weight: float
 ) -> FittedQueries:
     """The supervising queries, followed by the moved queries of the prefix."""
-    num_moved = len(moved.rows)
-    factor = (own_weight * supervising.num_queries / num_moved) ** 0.5
+    num_represented = moved.factors.square().sum()
+    factor = (own_weight * supervising.num_queries / num_represented) ** 0.5
     masses = zip(supervising.log_later_mass, moved.log_later_mass, strict=True)
     return replace(
         supervising,
         moved=moved,
-        factors=torch.cat([supervising.factors, torch.full([num_moved], factor)]),
+        factors=torch.cat([supervising.factors, factor * moved.factors]),
         log_later_mass=[torch.cat(both, dim=2) for both in masses],
         fit_boost=torch.cat([supervising.fit_boost, moved.fit_boost]),
     )
@@ -185,13 +253,14 @@ class _PlacedQueries(NamedTuple):
     num_represented: int  # number of queries that each fitted query represents
 
 
-def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
+def moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
     """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
     A part is a third of the prefix, but at most ``part_tokens``. The result is None if a compact
-    cache holds part of the prefix, or if the model's keys cannot be moved to other positions.
+    cache holds part of the prefix and no queries of that part were kept, or if the model's keys
+    cannot be moved to other positions.
     """
-    if trace.past_len:
+    if trace.past_len and trace.past_queries is None:
         return None
     part_len = min(-(-trace.prefix_len // _LEAST_PARTS), part_tokens)
     try:
@@ -199,17 +268,41 @@ def _moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> M
     except InputError:
         return None
     placed = _place_by_part(trace, part_len, fitted_per_token)
-    return MovedQueries(
+    num_new = trace.prefix_len - trace.past_len
+    moved = MovedQueries(
         rotation=rotation,
         rows=placed.rows,
         shifts=trace.prefix_len - placed.starts,
         log_later_mass=[
-            _mass_of_parts(queries, keys, scale, placed, part_len)
+            _mass_of_parts(queries, keys[:, :, -num_new:], scale, placed, part_len, trace.past_len)
             for queries, keys, scale in zip(
                 trace.prefix_queries, trace.keys, trace.scales, strict=True
             )
         ],
         fit_boost=torch.full([placed.num_fitted], placed.num_represented**0.5),
+        factors=torch.ones(len(placed.rows)),
+    )
+    return moved if trace.past_queries is None else _with_past(trace, moved, trace.past_queries)
+
+
+def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQueries:
+    """The moved queries, behind those of the tokens in the compact cache, moved as well.
+
+    Each of the latter represents as many tokens as are in the cache for every query kept.
+    """
+    num_kept = len(past.positions)
+    if not num_kept:
+        return moved
+    first_row = trace.prefix_queries[0].shape[2]
+    factors = torch.full([num_kept], (trace.past_len / num_kept) ** 0.5)
+    masses = zip(past.log_later_mass, moved.log_later_mass, strict=True)
+    return replace(
+        moved,
+        rows=torch.cat([first_row + torch.arange(num_kept), moved.rows]),
+        shifts=torch.cat([trace.prefix_len - past.starts, moved.shifts]),
+        log_later_mass=[torch.cat(both, dim=2) for both in masses],
+        fit_boost=torch.cat([torch.ones(num_kept), moved.fit_boost]),
+        factors=torch.cat([factors, moved.factors]),
     )
 
 
@@ -221,10 +314,10 @@ def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _Pla
     token of the prefix remain.
     """
     prefix_len = trace.prefix_len
-    positions = sampled_positions(prefix_len)
+    positions = trace.past_len + sampled_positions(prefix_len - trace.past_len)
     rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
     part_numbers = (positions - prefix_len) // part_len  # -1 is the last part
-    starts = (prefix_len + part_numbers * part_len).clamp_min(0)
+    starts = (prefix_len + part_numbers * part_len).clamp_min(trace.past_len)
     last_part_first = part_numbers.argsort(descending=True, stable=True)
 
     query_heads = trace.prefix_queries[0].shape[1] // trace.keys[0].shape[1]
@@ -244,13 +337,15 @@ def _mass_of_parts(
     scale: float,
     placed: _PlacedQueries,
     part_len: int,
+    first_position: int,
 ) -> Float[Tensor, "batch heads queries"]:
     """The log of each query's attention mass on the keys that it sees in its part of the prefix."""
     batch, heads = queries.shape[:2]
     masses = at_least_float32(queries.new_empty(batch, heads, len(placed.rows)))
     for start in placed.starts.unique().tolist():
         is_in_part = placed.starts == start
-        part_keys = keys[:, :, start : start + part_len]
+        first_key = start - first_position
+        part_keys = keys[:, :, first_key : first_key + part_len]
         part_queries = queries.index_select(2, placed.rows[is_in_part].to(queries.device))
         last_seen = placed.positions[is_in_part] - start
         masses[:, :, is_in_part] = log_mass(part_queries, part_keys, scale, last_seen)

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from transformers import PreTrainedModel
@@ -20,6 +21,8 @@ from kvcat.models import capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
+Range = tuple[int, int]
+"""The first position and the position after the last one."""
 
 
 def slot_facts(cache: CompactCache) -> dict[str, str]:
@@ -41,6 +44,23 @@ class Reconstruction:
     prefix_len: int
     supervision_start: int
     about: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class PastQueries:
+    """Queries of tokens that a compact cache represents, kept since these tokens ran.
+
+    Args:
+        positions: of the tokens, ascending.
+        starts: position at which the part of each query begins (``queries.MovedQueries``).
+        states: per layer, the queries after rotation at their positions.
+        log_later_mass: per layer, the log of each query's attention mass on the keys of its part.
+    """
+
+    positions: Int[Tensor, " kept"]
+    starts: Int[Tensor, " kept"]
+    states: Sequence[Float[Tensor, "batch _ kept _"]]
+    log_later_mass: Sequence[Float[Tensor, "batch _ kept"]]
 
 
 @dataclass(frozen=True)
@@ -78,6 +98,10 @@ class Trace:
         rope: the rotary factors of all keys and queries, "short" or "long"; None if they do not
             depend on the length of the text.
         room: number of tokens that were planned to follow the prefix; None: those of the suffix.
+        past_queries: queries of the tokens in the compact cache, to which the fit returns; None:
+            none were kept, and those of the prefix after the cache are not fitted to either.
+        protected: ranges of tokens whose slots every compressor keeps (``protection``), ascending.
+        past_protected: those of them in the compact cache, which are its first slots.
     """
 
     model: PreTrainedModel
@@ -100,6 +124,9 @@ class Trace:
     about: Mapping[str, str] = field(default_factory=dict)
     rope: Factors | None = None
     room: int | None = None
+    past_queries: PastQueries | None = None
+    protected: tuple[Range, ...] = ()
+    past_protected: tuple[Range, ...] = ()
 
     @property
     def max_slots(self) -> int:
@@ -125,10 +152,12 @@ class Trace:
     def dense_cache(self) -> CompactCache:
         """The uncompressed prefix, except for parts that were already compact."""
         biases = self.log_bias or [None] * len(self.keys)
-        layers = [
-            CompactLayer(keys, values, bias).without_absent()
-            for keys, values, bias in zip(self.keys, self.values, biases, strict=True)
-        ]
+        layers = []
+        for index, states in enumerate(zip(self.keys, self.values, biases, strict=True)):
+            if self.protected:
+                order = torch.cat([self.protected_slots(index), self.other_slots(index)])
+                states = [x if x is None else x.index_select(2, order) for x in states]
+            layers.append(CompactLayer(*states).without_absent())
         cache = CompactCache(layers, self.prefix_len, self.fingerprint)
         facts = {"method": "dense", **slot_facts(cache), **self.facts()}
         return replace(cache, metadata=facts)
@@ -141,7 +170,60 @@ class Trace:
             facts["rope"] = self.rope
             if self.room is not None:
                 facts["room"] = str(self.room)
+        if self.protected:
+            facts["protected"] = range_text(self.protected)
         return facts
+
+    @property
+    def num_protected(self) -> int:
+        """The number of protected tokens, each of which is a slot of every head."""
+        return num_positions(self.protected)
+
+    def protected_slots(self, layer: int) -> Int[Tensor, " protected"]:
+        """The protected slots of a layer, the same in every head, in the order of positions."""
+        keys = self.keys[layer]
+        past = (
+            torch.arange(num_positions(self.past_protected)) if self.protected else torch.empty(0)
+        )
+        # slots of tokens after the compact cache are the last ones
+        shift = keys.shape[2] - self.prefix_len
+        new = [
+            torch.arange(max(start, self.past_len), stop) + shift
+            for start, stop in self.protected
+            if stop > self.past_len
+        ]
+        return torch.cat([past, *new]).long().to(keys.device)
+
+    def other_slots(self, layer: int) -> Int[Tensor, " others"]:
+        """The slots of a layer that are not protected, padding included."""
+        keys = self.keys[layer]
+        is_other = torch.ones(keys.shape[2], dtype=torch.bool, device=keys.device)
+        is_other[self.protected_slots(layer)] = False
+        return is_other.nonzero().squeeze(1)
+
+    @cached_property
+    def unprotected(self) -> "Trace":
+        """The trace without its protected slots; itself if there are none.
+
+        Raises:
+            InputError: a head has no other slots.
+        """
+        if not self.protected:
+            return self
+        others = [self.other_slots(layer) for layer in range(len(self.keys))]
+
+        def without(states: Sequence[Tensor]) -> list[Tensor]:
+            return [x.index_select(2, slots) for x, slots in zip(states, others, strict=True)]
+
+        bias = None if self.log_bias is None else without(self.log_bias)
+        keys = without(self.keys)
+        unprotected = replace(
+            self, keys=keys, values=without(self.values), log_bias=bias, protected=()
+        )
+        fewest = min(int(unprotected.counts(layer).min()) for layer in range(len(keys)))
+        if fewest < 1:
+            raise InputError("every slot of a head is protected: nothing is left to compress")
+        return unprotected
 
     def counts(self, layer: int) -> Int[Tensor, "batch kv_heads"]:
         """The number of prefix slots in every head of a layer; on the CPU."""
@@ -239,6 +321,22 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
     )
     held_out_queries = [queries[:, :, num_learned:] for queries in trace.queries]
     return learn, replace(trace, supervision_start=split, queries=held_out_queries)
+
+
+def range_text(ranges: Sequence[Range]) -> str:
+    """Ranges as text, such as "0:24,40:48"."""
+    return ",".join(f"{start}:{stop}" for start, stop in ranges)
+
+
+def parsed_ranges(text: str) -> tuple[Range, ...]:
+    """The ranges in a text of ``range_text``."""
+    pairs = [each.split(":") for each in text.split(",") if each]
+    return tuple((int(start), int(stop)) for start, stop in pairs)
+
+
+def num_positions(ranges: Sequence[Range]) -> int:
+    """The number of positions in ranges that do not overlap."""
+    return sum(stop - start for start, stop in ranges)
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:

@@ -1,7 +1,7 @@
 """The function that runs a model over prefix and suffix, and returns a ``Trace``."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast, get_args
 
@@ -20,7 +20,7 @@ from kvcat.cache import (
 )
 from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
-from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
+from kvcat.compress.trace import Reconstruction, Trace, parsed_ranges, sampled_positions
 from kvcat.errors import InputError, check_least
 from kvcat.models import Capture, capture, frozen, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -73,6 +73,7 @@ def trace(
     rope = rope_factors(model.config, expected_len)
     past_len = 0
     past_layers: list[CompactLayer] = []
+    past_protected = parsed_ranges("" if past is None else past.metadata.get("protected", ""))
     if past is not None:
         past_len = _check_past(past, model, prefix_len, len(sequence.input_ids), rope)
         past_layers = [layer.padded() for layer in past.layers]
@@ -109,9 +110,10 @@ def trace(
         hidden=captured.hidden,
         fingerprint=fingerprint(model),
         past_len=past_len,
-        log_bias=_log_bias(past_layers, prefix_len - past_len),
+        log_bias=joined_log_bias(past_layers, prefix_len - past_len),
         rope=rope,
         room=room,
+        past_protected=past_protected,
     )
 
 
@@ -200,7 +202,9 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
 
 
-def _log_bias(past: list[CompactLayer], added: int) -> list[Float[Tensor, "batch _ _"]] | None:
+def joined_log_bias(
+    past: Sequence[CompactLayer], added: int
+) -> list[Float[Tensor, "batch _ _"]] | None:
     """The log-bias of all slots, 0 after the cache; None if no layer has a log-bias."""
     if all(layer.log_bias is None for layer in past):
         return None

@@ -57,7 +57,7 @@ class Eviction(Compressor):
         """The caches; scores are measured once for all sizes."""
         measured = self.scorer.measure(trace) if sizes else []
         for size in sizes:
-            num_recent = self.scorer.num_recent(size)
+            num_recent = self.scorer.num_recent(size - trace.num_protected)
             layers = [
                 best_layer(trace, index, _with_recent(scores, num_recent), size)
                 for index, scores in enumerate(measured)

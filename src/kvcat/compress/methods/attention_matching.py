@@ -29,6 +29,7 @@ from kvcat.compress.heads import (
     draw_rows,
     take,
 )
+from kvcat.compress.protection import behind_protected
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
@@ -174,6 +175,8 @@ class AttentionMatching(_Options):
         if not sizes:
             return
         heads = self._heads(trace)
+        unprotected = heads.trace
+        sizes = [size - trace.num_protected for size in sizes]
         dense, curves = self._attention_and_errors(heads, sizes)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
         if bits is not None:
@@ -182,12 +185,14 @@ class AttentionMatching(_Options):
             slots_of_heads = dict.fromkeys(dense, size)
             if curves:
                 by_layer = self.budgets == "layers"
-                slots_of_heads = share_out(curves, size, trace.max_slots, by_layer=by_layer)
+                slots_of_heads = share_out(curves, size, unprotected.max_slots, by_layer=by_layer)
             fits = self._fit(heads, dense, slots_of_heads, bits)
-            layers = [
-                _layer(trace, index, fits, log_bias=self.log_bias, bits=bits)
-                for index in range(len(trace.keys))
-            ]
+            layers = []
+            for index in range(len(trace.keys)):
+                layer = _layer(unprotected, index, fits, log_bias=self.log_bias, bits=bits)
+                if not isinstance(layer, QuantizedLayer):
+                    layer = behind_protected(trace, index, layer)
+                layers.append(layer)
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _heads(self, trace: Trace) -> Heads:
@@ -196,7 +201,7 @@ class AttentionMatching(_Options):
         drawn = None
         if self.num_queries is not None:
             drawn = draw_rows(trace, fitted, self.num_queries, self.seed)
-        return Heads(trace, fitted, drawn, self.group_elements)
+        return Heads(trace.unprotected, fitted, drawn, self.group_elements)
 
     def _attention_and_errors(
         self, heads: Heads, sizes: Sequence[int]

@@ -18,13 +18,15 @@ from kvcat.cache.fingerprint import hash_tensor
 from kvcat.compress.base import (
     Compressor,
     best_layer,
+    checked_slots,
     compact_cache,
     example_generators,
-    slots_for,
+    is_between,
 )
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
-from kvcat.compress.trace import Trace
+from kvcat.compress.protection import protecting
+from kvcat.compress.trace import Range, Trace, range_text
 from kvcat.errors import InputError
 from kvcat.losses import chunked_distillation
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
@@ -56,7 +58,7 @@ class GradientCompression(Compressor):
             method. Options follow the name, as in "attention-matching,budgets=adaptive". If this
             cache has a log-bias, it is trained as well.
         seed: seed of the random positions, and of a randomised ``init`` method without a seed.
-        freeze_first_slot: the first slot keeps its key and value.
+        freeze_first_slot: the first slot that is not protected keeps its key and value.
         schedule: schedule of the learning rate: "constant", or "cosine", half a cosine that ends at
             0 after ``num_steps``.
         activation_checkpointing: activations are computed again in the backward pass: less memory,
@@ -99,13 +101,14 @@ class GradientCompression(Compressor):
         *,
         keep_ratio: float | int | None = None,
         num_slots: int | None = None,
+        protect: Sequence[Range] = (),
         resume: str | Path | None = None,
         on_step: OnStep | None = None,
     ) -> CompactCache:
         """The compact cache after ``num_steps`` steps.
 
         Args:
-            trace, keep_ratio, num_slots: as in ``Compressor``.
+            trace, keep_ratio, num_slots, protect: as in ``Compressor``.
             resume: file for the state of the run. It is written every ten steps, and read first if
                 it exists. After a kill, the same call ends with the same bits (if the device's
                 kernels are deterministic). The state of a run with other options is rejected; only
@@ -117,6 +120,7 @@ class GradientCompression(Compressor):
             InputError: keep_ratio or num_slots out of range, a trace without supervising positions,
                 or a state that is damaged or of another run.
         """
+        trace = protecting(trace, protect)
         ((_, cache),) = self._run(trace, keep_ratio, num_slots, [self.num_steps], resume, on_step)
         return cache
 
@@ -178,9 +182,10 @@ class GradientCompression(Compressor):
     ) -> Iterator[tuple[int, CompactCache]]:
         """The caches after the given numbers of steps; errors are raised before the first step."""
         trace.check_supervises()
-        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if slots >= trace.max_slots:
-            return ((step, trace.dense_cache()) for step in steps)
+        slots = checked_slots(trace, keep_ratio, num_slots)
+        if not is_between(trace, slots):
+            untrained = self._at_an_end(trace, slots)
+            return ((step, untrained) for step in steps)
         training = SlotTraining(self, trace, self.starting_layers(trace, slots))
         return self._train(training, steps, None if resume is None else Path(resume), on_step)
 
@@ -216,6 +221,7 @@ class SlotTraining:
         self.num_steps = 0
         self.trace = trace
         self._method = method
+        self._num_fixed = trace.num_protected + method.freeze_first_slot
         # of each layer: what is trained, and log-biases of 0 and -inf that only hide the padding
         self._trained: list[dict[str, Tensor]] = []
         self._fixed: list[Tensor | None] = []
@@ -242,8 +248,7 @@ class SlotTraining:
             gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)
         for gradient in gradients:
             gradient[self._is_whole] = 0
-            if self._method.freeze_first_slot:
-                gradient[:, :, 0] = 0
+            gradient[:, :, : self._num_fixed] = 0
         squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
         norm = squares.sum(0).sqrt()  # of each example
         factor = (_MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
@@ -304,6 +309,8 @@ class SlotTraining:
             for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())):
                 hash_tensor(digest, "past", slots)
         identity["num_slots"] = self._mean_slots  # the name in state files
+        if trace.protected:
+            identity["protected"] = range_text(trace.protected)
         identity["model"] = trace.fingerprint[:16]
         identity["tokens"] = digest.hexdigest()[:16]
         return identity

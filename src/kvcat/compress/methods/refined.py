@@ -9,6 +9,7 @@ from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor, compact_cache
 from kvcat.compress.heads import Heads
 from kvcat.compress.methods.attention_matching import PRESETS, AttentionMatching
+from kvcat.compress.protection import behind_protected, without_protected
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
 from kvcat.compress.trace import Trace
@@ -63,17 +64,21 @@ class RefinedMatching(Compressor):
         if not sizes:
             return
         own_weight = PRESETS[self.preset].get("own_weight", AttentionMatching.own_weight)
-        heads = Heads(trace, fitted_queries(trace, own_weight, by_share=True))
+        heads = Heads(trace.unprotected, fitted_queries(trace, own_weight, by_share=True))
         options = {option.name: getattr(self, option.name) for option in fields(self)}
         for start in self._start().compress(trace, sizes):
+            start_layers = [
+                without_protected(layer, trace.num_protected) for layer in start.ordinary_layers()
+            ]
             layers = refine_layers(
                 heads,
-                start.ordinary_layers(),
+                start_layers,
                 self.num_steps,
                 pull=_PULL,
                 ridge=_RIDGES[self.preset],
                 log_bias=self.log_bias,
             )
+            layers = [behind_protected(trace, *each) for each in enumerate(layers)]
             yield compact_cache(trace, layers, "refined", options)
 
     def _start(self) -> AttentionMatching:

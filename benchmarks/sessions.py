@@ -1,0 +1,195 @@
+"""KL after a text was compacted in many rounds, against one compaction to as many slots.
+
+    python benchmarks/sessions.py --model smollm2-135m --data prose=FILE code=installed --out OUT
+
+A window is a prefix, a tail of --tail tokens, and 256 tokens after both. The prefix is compacted to
+a share of its slots (--keep), part by part as it is read; the tail stays exact. Figures are
+KL(dense || session) at the 256 tokens, nats per token, with the same tail in every row:
+
+    one shot      the whole prefix, compacted once
+    session       kvcat.Session in --rounds rounds, with --kept queries kept
+    no queries    the same without queries of what is compact already
+    appended      every part compressed by itself, its slots behind those from before
+    streaming     StreamingLLM: the first 4 positions and the last ones
+
+OUT is a folder as in quality.py: it continues after a kill.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from tqdm import tqdm
+from windows import add_options, encoder, stored
+
+import kvcat
+from kvcat import Session
+from kvcat.cache import CompactCache, CompactLayer
+from kvcat.compress import AttentionMatching, Trace
+from kvcat.compress.kept_queries import no_queries
+from kvcat.evals.intervals import ClusterBootstrap
+from kvcat.files import append_jsonl, read_jsonl
+
+CONTINUATION = 256
+WITHOUT_LIMIT = 2**31
+ROUNDS = (4, 8, 16, 32)
+
+
+class Appending(AttentionMatching):
+    """Compresses the tokens after a compact cache by themselves, and keeps its slots."""
+
+    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
+        """The slots from before, and of the new tokens as many as are missing."""
+        num_new = trace.prefix_len - trace.past_len
+        counts = torch.cat([trace.counts(layer).flatten() for layer in range(len(trace.keys))])
+        num_old = counts.double().mean().item() - num_new
+        new = replace(
+            trace,
+            keys=[keys[:, :, -num_new:] for keys in trace.keys],
+            values=[values[:, :, -num_new:] for values in trace.values],
+            log_bias=None,
+            past_queries=no_queries(trace),
+        )
+        for size in sizes:
+            (made,) = super().compress(new, [max(1, round(size - num_old))])
+            layers = [joined(trace, index, num_new, made) for index in range(len(trace.keys))]
+            yield replace(made, layers=layers)
+
+
+def joined(trace: Trace, index: int, num_new: int, made: CompactCache) -> Any:
+    """A layer of the slots before the new tokens, and of those made from the new tokens."""
+    layer = made.layers[index].padded()
+    new_bias = layer.log_bias
+    if new_bias is None:
+        new_bias = torch.zeros_like(layer.keys[..., 0])
+    keys = trace.keys[index][:, :, :-num_new]
+    values = trace.values[index][:, :, :-num_new]
+    bias = torch.zeros_like(keys[..., 0])
+    if trace.log_bias is not None:
+        bias = trace.log_bias[index][:, :, :-num_new]
+    return CompactLayer(
+        torch.cat([keys, layer.keys], dim=2),
+        torch.cat([values, layer.values], dim=2),
+        torch.cat([bias, new_bias], dim=2),
+    ).without_absent()
+
+
+def in_rounds(
+    session: Session, ids: torch.Tensor, rounds: int, slots: int, *, is_appending: bool = False
+) -> Session:
+    """The session after reading prefix and tail, compacted after every part of the prefix.
+
+    Args:
+        session: without tokens.
+        ids: of prefix and tail.
+        rounds: parts of the prefix.
+        slots: after every round, or with ``is_appending`` after the last.
+    """
+    prefix_len = len(ids) - session.tail
+    num_read = 0
+    for number in range(1, rounds + 1):
+        stop = prefix_len * number // rounds + session.tail
+        session.append(ids[num_read:stop])
+        num_read = stop
+        wanted = slots * number // rounds if is_appending else slots
+        if session.held_slots - session.tail > wanted:
+            session.compact(wanted)
+    return session
+
+
+def kl_of(dense: torch.Tensor, compact: torch.Tensor) -> float:
+    """KL(dense || compact) of logits (tokens, vocab), mean over the tokens, nats."""
+    log_dense = dense.double().log_softmax(-1)
+    log_compact = compact.double().log_softmax(-1)
+    return (log_dense.exp() * (log_dense - log_compact)).sum(-1).mean().item()
+
+
+def rows(options: argparse.Namespace) -> dict[str, tuple[int, dict[str, Any]]]:
+    """Number of rounds and options of the session, by the name of a row."""
+    most = max(options.rounds)
+    made: dict[str, tuple[int, dict[str, Any]]] = {"one shot": (1, {})}
+    for rounds in options.rounds:
+        made[f"session, {rounds} rounds"] = (rounds, {"num_kept": options.kept})
+    made[f"no queries, {most} rounds"] = (most, {"num_kept": 0})
+    made[f"appended, {most} rounds"] = (most, {"num_kept": 0, "method": Appending()})
+    made["streaming"] = (most, {"method": "streaming"})
+    return made
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of all windows and rows, those from before a kill included."""
+    model, tokenizer = kvcat.load(options.model)
+    encode = encoder(tokenizer)
+    length = options.prefix + options.tail
+    windows = stored(options.out, options, options.tail + CONTINUATION, [encode])
+    path = options.out / f"{options.model.replace('/', '-')}.jsonl"
+    known = {(record["window"], record["row"]) for record in read_jsonl(path)}
+    slots = round(options.keep * options.prefix)
+    wanted = [(each, row) for each in enumerate(windows) for row in rows(options).items()]
+    for (number, window), (name, (rounds, settings)) in tqdm(wanted, disable=None):
+        if (number, name) in known:
+            continue
+        ids = torch.tensor(window.tokens(encode, length + CONTINUATION))
+        with torch.no_grad():
+            dense = model(ids.unsqueeze(0)).logits[0, length:]
+        begun = time.process_time()
+        session = Session(
+            model,
+            tokenizer,
+            budget=WITHOUT_LIMIT,
+            tail=options.tail,
+            room=1,
+            piece=WITHOUT_LIMIT,
+            **settings,
+        )
+        is_appending = isinstance(settings.get("method"), Appending)
+        in_rounds(session, ids[:length], rounds, slots, is_appending=is_appending)
+        seconds = time.process_time() - begun
+        kl = kl_of(dense, session.score(ids[length:]))
+        record = {
+            "window": number,
+            "document": window.document,
+            "row": name,
+            "kl": kl,
+            "slots": session.held_slots,
+            "processor_seconds": seconds,
+        }
+        append_jsonl(path, record)
+    return read_jsonl(path)
+
+
+def report(records: list[dict[str, Any]]) -> None:
+    """Print a row per way: mean KL with its interval, and over that of one shot by window."""
+    frame = pd.DataFrame(records)
+    one_shot = frame[frame.row == "one shot"].set_index("window").kl
+    print("| | slots | KL | over one shot | processor seconds |\n|---|---|---|---|---|")
+    for name, group in frame.groupby("row", sort=False):
+        bootstrap = ClusterBootstrap(list(group.document))
+        kl = bootstrap.mean(torch.tensor(list(group.kl)).double().numpy())
+        ratio = group.kl.mean() / one_shot[group.window].mean()
+        print(
+            f"| {name} | {group.slots.mean():.1f} | {kl} | {ratio:.2f} | "
+            f"{group.processor_seconds.mean():.1f} |"
+        )
+
+
+def main() -> None:
+    """Measure, and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--keep", type=float, default=0.1, help="share of the prefix's slots")
+    parser.add_argument("--tail", type=int, default=64)
+    parser.add_argument("--kept", type=int, default=512, help="tokens whose queries are kept")
+    parser.add_argument("--rounds", type=int, nargs="+", default=ROUNDS)
+    add_options(parser)
+    report(measure(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

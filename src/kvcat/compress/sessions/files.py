@@ -1,0 +1,192 @@
+"""Sessions as files: one safetensors file with a checksum, locked by the process that uses it."""
+
+import json
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock, Timeout
+from transformers import PreTrainedModel
+
+from kvcat.cache import CompactCache, QuantizedLayer, fingerprint_like
+from kvcat.cache.files import (
+    SESSION,
+    checked_layers,
+    parse_metadata,
+    quantized_entries,
+    read_tensors,
+    write_tensors,
+)
+from kvcat.compress.sessions.state import SessionState
+from kvcat.compress.trace import PastQueries
+from kvcat.errors import InputError
+from kvcat.files import make_folder
+from kvcat.types import Tensor
+
+_COMPACT = "compact."
+_EXACT = ("keys", "values", "queries")
+
+
+@dataclass(frozen=True)
+class SavedSession:
+    """The content of a session's file.
+
+    Args:
+        state: tokens, cache and queries.
+        fingerprint: of the model.
+        settings: arguments of ``Session``.
+        conversation: turns in the chat template.
+        num_compactions: so far.
+    """
+
+    state: SessionState
+    fingerprint: str
+    settings: dict[str, Any]
+    conversation: dict[str, Any]
+    num_compactions: int
+
+
+def session_lock(path: Path) -> AbstractContextManager[None]:
+    """A lock on a session's file, held until its block ends; it is taken by this call.
+
+    The operating system releases it when the process ends, for whatever reason.
+
+    Raises:
+        InputError: another session holds it, or the folder cannot be written to.
+    """
+    make_folder(path.parent)
+    lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise InputError(
+            f"session {path} is in use, in another process or in this one: close it there first"
+        ) from None
+    except OSError as error:
+        raise InputError(f"cannot lock session {path}: {error.strerror}") from None
+    return _released(lock)
+
+
+@contextmanager
+def _released(lock: FileLock) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def write_session(path: Path, saved: SavedSession) -> None:
+    """Write a session's file; at any time the path holds the old file or the whole new one.
+
+    Raises:
+        InputError: the file cannot be written.
+    """
+    state = saved.state
+    tensors: dict[str, Tensor] = {"ids": state.ids}
+    compact: dict[str, str] = {}
+    if state.compact is not None:
+        compact = {
+            "num_layers": str(len(state.compact.layers)),
+            "num_tokens": str(state.compact.num_tokens),
+            "fingerprint": state.compact.fingerprint,
+            "metadata": json.dumps(state.compact.metadata, sort_keys=True),
+        }
+        first = state.compact.layers[0]
+        if isinstance(first, QuantizedLayer):
+            compact |= quantized_entries(first)
+        for number, layer in enumerate(state.compact.layers):
+            for name, tensor in layer.tensors().items():
+                tensors[f"{_COMPACT}layers.{number}.{name}"] = tensor
+    for name in _EXACT:
+        for number, tensor in enumerate(getattr(state, name)):
+            tensors[f"{name}.{number}"] = tensor
+    if state.hidden is not None:
+        tensors["hidden"] = state.hidden
+        tensors["stream"] = torch.stack(list(state.stream))
+    kept = state.past_queries
+    if kept is not None:
+        tensors["past.positions"] = kept.positions
+        tensors["past.starts"] = kept.starts
+        for number, (states, mass) in enumerate(zip(kept.states, kept.log_later_mass, strict=True)):
+            tensors[f"past.states.{number}"] = states
+            tensors[f"past.log_later_mass.{number}"] = mass
+    content = {
+        "settings": saved.settings,
+        "conversation": saved.conversation,
+        "num_compactions": saved.num_compactions,
+        "scales": list(state.scales),
+        "compact": compact,
+    }
+    entries = {"fingerprint": saved.fingerprint, "content": json.dumps(content, sort_keys=True)}
+    # a tensor may be a view of a larger one
+    copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    write_tensors(path, copies, entries, SESSION)
+
+
+def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
+    """The content of a session's file, on the model's device.
+
+    Raises:
+        InputError: the file is missing, damaged, or of another model.
+    """
+    entries, tensors, _ = read_tensors(path, SESSION)
+    try:
+        theirs = entries["fingerprint"]
+        ours = fingerprint_like(theirs, model)
+        if ours != theirs:
+            raise InputError(
+                f"session {path} belongs to another model: its fingerprint is {theirs[:12]}, the "
+                f"model's {ours[:12]}"
+            )
+        content = json.loads(entries["content"])
+        state = _state(content, tensors, model.device, str(path))
+        return SavedSession(
+            state, ours, content["settings"], content["conversation"], content["num_compactions"]
+        )
+    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
+        raise InputError(f"{path} is damaged: it lacks {error}") from None
+
+
+def _state(
+    content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, name: str
+) -> SessionState:
+    """The tokens, the cache and the queries of a file."""
+    compact = None
+    entries = content["compact"]
+    if entries:
+        of_cache = {
+            key.removeprefix(_COMPACT): tensor
+            for key, tensor in tensors.items()
+            if key.startswith(_COMPACT)
+        }
+        layers = checked_layers(entries, of_cache, name)
+        metadata = parse_metadata(entries["metadata"], name)
+        num_tokens = int(entries["num_tokens"])
+        compact = CompactCache(layers, num_tokens, entries["fingerprint"], metadata).to(device)
+    num_layers = len(content["scales"])
+    exact = {
+        each: [tensors[f"{each}.{number}"].to(device) for number in range(num_layers)]
+        for each in _EXACT
+    }
+    kept = None
+    if "past.positions" in tensors:
+        kept = PastQueries(
+            tensors["past.positions"],
+            tensors["past.starts"],
+            [tensors[f"past.states.{number}"].to(device) for number in range(num_layers)],
+            [tensors[f"past.log_later_mass.{number}"].to(device) for number in range(num_layers)],
+        )
+    hidden = tensors["hidden"].to(device) if num_layers else None
+    stream = list(tensors["stream"].to(device)) if num_layers else []
+    return SessionState(
+        ids=tensors["ids"].to(device),
+        compact=compact,
+        **exact,
+        hidden=hidden,
+        stream=stream,
+        scales=content["scales"],
+        past_queries=kept,
+    )

@@ -1,0 +1,430 @@
+"""Sessions: conversations that compress what lies behind them, again and again."""
+
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcat.cache import CompactCache
+from kvcat.compress.base import Compressor
+from kvcat.compress.kept_queries import keep_queries
+from kvcat.compress.protection import clipped, joined_ranges
+from kvcat.compress.sessions.chat import Conversation
+from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
+from kvcat.compress.sessions.generation import continued
+from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
+from kvcat.compress.sessions.state import SessionState
+from kvcat.compress.trace import Range, num_positions
+from kvcat.errors import InputError, check_least
+from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
+from kvcat.tokenization import TextEncoder
+from kvcat.types import Float, Int, Tensor
+
+
+class Session:
+    """A conversation in a bounded number of KV slots.
+
+    Tokens are appended once, and never run again for the cache. When they need more slots than
+    ``budget``, all but the last ``tail`` tokens are compressed with the slots from before, to
+    ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
+    compressed; those of the tokens that are compressed now; and the queries of ``num_kept``
+    tokens compressed before. Slots that were fitted before have a log-bias,
+    which is part of the attention that the next fit reproduces, so that they count as the tokens
+    that they represent. Until the first compaction the logits are those of the dense model.
+
+    Sessions of one process are independent of each other; use a model from one thread at a time.
+
+    Args:
+        model, tokenizer: of the conversation.
+        budget: most KV slots per layer and head, on average, that remain after a call. While a
+            piece of text is appended, there are as many more as it has tokens.
+        tail: number of last tokens that stay exact, at least 1.
+        method: name and options of a compressor, as on the command line, or a ``Compressor``.
+            Methods that need all queries of the prefix (snapkv, h2o, tova, presses of kvpress) do
+            not compress what is compact already, and are rejected.
+        room: slots that are free after a compaction, for the tokens until the next one; None: a
+            third of ``budget - tail``.
+        num_kept: tokens compressed before whose queries are kept, at least 0.
+        piece: most tokens that are appended at once; a longer text is compacted piece by piece.
+        protect: ranges (first, end) of tokens whose slots stay exact for ever; they count in the
+            budget. ``append(..., protect=True)`` adds ranges.
+        allow_special: a control token that an appended text spells becomes that token, not text.
+
+    Raises:
+        InputError: a number out of its range; a budget that is too small for tail, room and
+            protected tokens; a method or a model that cannot compress again.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        budget: int,
+        tail: int = 64,
+        method: str | Compressor = "attention-matching",
+        room: int | None = None,
+        num_kept: int = 512,
+        piece: int = 1024,
+        protect: Sequence[Range] = (),
+        allow_special: bool = False,
+    ) -> None:
+        check_least(1, budget=budget, tail=tail, piece=piece)
+        check_least(0, num_kept=num_kept)
+        self.model = model
+        self.tokenizer = tokenizer
+        self.budget = budget
+        self.tail = tail
+        self.room = max(1, (budget - tail) // 3) if room is None else room
+        check_least(1, room=self.room)
+        self.num_kept = num_kept
+        self.piece = piece
+        self.method = method
+        self.protect = joined_ranges(protect, positions_of(model.config))
+        self.num_compactions = 0
+        """How often the session has compressed what it holds."""
+        self._compressor = checked_method(method)
+        self._encoder = TextEncoder(tokenizer, allow_special=allow_special)
+        self._fingerprint = checked_model(model)
+        self._state = SessionState.empty(model)
+        self._conversation = Conversation(tokenizer, self._encoder)
+        self._lock = ExitStack()
+        self._locked_path: Path | None = None
+        self._check_budget(self.protect)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens appended so far."""
+        return self._state.num_tokens
+
+    @property
+    def ids(self) -> Int[Tensor, " tokens"]:
+        """The tokens appended so far."""
+        return self._state.ids.clone()
+
+    @property
+    def held_slots(self) -> float:
+        """KV slots per layer and head, on average; at most ``budget``."""
+        return self._state.held_slots
+
+    @property
+    def cache(self) -> CompactCache:
+        """All tokens so far as a compact cache, which later tokens do not change.
+
+        Raises:
+            InputError: no token was appended.
+        """
+        self._check_tokens_exist()
+        return self._state.cache(self._fingerprint)
+
+    @property
+    def next_logits(self) -> Float[Tensor, " vocab"]:
+        """Logits of the token that comes next.
+
+        Raises:
+            InputError: no token was appended.
+        """
+        self._check_tokens_exist()
+        hidden: Any = self._state.hidden
+        with torch.no_grad():
+            return logits_from_hidden(self.model, hidden[0, -1])
+
+    def append(self, tokens: Tokens, *, protect: bool = False) -> None:
+        """Append a text or token ids, and compress what the budget does not hold.
+
+        A text at the start begins as the tokenizer begins a text, with a BOS token for example;
+        later ones continue the text before.
+
+        Args:
+            tokens: at least one token.
+            protect: these tokens stay exact for ever.
+
+        Raises:
+            InputError: no token, more tokens than the model has positions, or more protected ones
+                than the budget holds. The session is then as it was before.
+        """
+        ids = self._encoded(tokens)
+        start = self.num_tokens
+        before = (self._state, self.protect, self.num_compactions)
+        try:
+            if protect:
+                added = (start, start + len(ids))
+                self.protect = joined_ranges([*self.protect, added], start + len(ids))
+                self._check_budget(self.protect)
+            self._append(ids)
+        except BaseException:
+            self._state, self.protect, self.num_compactions = before
+            raise
+
+    def score(self, tokens: Tokens) -> Float[Tensor, "tokens vocab"]:
+        """Logits after each of some tokens that are not appended; the session does not change.
+
+        Args:
+            tokens: text or token ids that follow what the session holds.
+
+        Raises:
+            InputError: no token, or more than the model has positions.
+        """
+        ids = self._encoded(tokens)
+        self._check_positions(len(ids))
+        _, hidden = self._state.run(self.model, ids)
+        with torch.no_grad():
+            return logits_from_hidden(self.model, hidden[0])
+
+    def generate(
+        self,
+        prompt: Tokens | None = None,
+        *,
+        max_new_tokens: int = 64,
+        streamer: Any = None,
+        **settings: Any,
+    ) -> str:
+        """Append a prompt, generate an answer, append it as well, and return its text.
+
+        Generation is greedy unless ``settings`` say otherwise, and ends at one of the model's
+        end-of-text tokens. A long answer is compacted on the way like other text: its tokens run
+        once one by one, and once together for their queries.
+
+        Args:
+            prompt: text or token ids; None: the answer continues what was appended.
+            max_new_tokens: most tokens of the answer, at least 1.
+            streamer: of transformers, such as ``TextStreamer(tokenizer, skip_prompt=True)``.
+            settings: of generation, such as do_sample=True, temperature=0.7.
+
+        Raises:
+            InputError: as ``append``; or no prompt, and no token to continue.
+        """
+        ids = self.generate_ids(
+            prompt, max_new_tokens=max_new_tokens, streamer=streamer, **settings
+        )
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def generate_ids(
+        self,
+        prompt: Tokens | None = None,
+        *,
+        max_new_tokens: int = 64,
+        streamer: Any = None,
+        **settings: Any,
+    ) -> Int[Tensor, " new"]:
+        """As ``generate``; the token ids of the answer."""
+        check_least(1, max_new_tokens=max_new_tokens)
+        if prompt is not None:
+            self.append(prompt)
+        self._check_tokens_exist()
+        self._check_positions(1)
+        most = min(max_new_tokens, positions_of(self.model.config) - self.num_tokens)
+        if streamer is not None:
+            streamer.put(self._state.ids[-1:].cpu())
+        answer = self._state.ids[:0]
+        with plain_generation(self.model, **settings) as config:
+            ends = torch.tensor(config.eos_token_id or [], device=answer.device)
+            while len(answer) < most:
+                free = max(1, int(self.budget - self.held_slots))
+                config.max_new_tokens = min(free, most - len(answer))
+                new = continued(self.model, self._state, config, streamer)
+                self._append(new)
+                answer = torch.cat([answer, new])
+                if torch.isin(new[-1:], ends).any():
+                    break
+        if streamer is not None:
+            streamer.end()
+        return answer
+
+    def turn(self, text: str, *, role: str = "user", protect: bool = False) -> None:
+        """Append one turn in the tokenizer's chat template; no answer is generated.
+
+        Args:
+            text: of the turn.
+            role: "user", "system" or "assistant".
+            protect: the turn stays exact for ever.
+
+        Raises:
+            InputError: as ``append``; or a template that fails or changes earlier turns.
+        """
+        self._append_turn(role, text, protect=protect, is_answered=False)
+
+    def chat(
+        self, text: str, *, max_new_tokens: int = 256, streamer: Any = None, **settings: Any
+    ) -> str:
+        """Append a user's turn in the chat template, and generate and append the answer.
+
+        Args:
+            text: of the user's turn.
+            max_new_tokens, streamer, settings: as in ``generate``.
+
+        Raises:
+            InputError: as ``turn``.
+        """
+        self._append_turn("user", text, protect=False, is_answered=True)
+        ids = self.generate_ids(max_new_tokens=max_new_tokens, streamer=streamer, **settings)
+        is_ended = int(ids[-1]) in end_tokens(self.model)
+        answer = self._decoded(ids[:-1] if is_ended else ids)
+        end = self._decoded(ids[-1:]) if is_ended else ""
+        self._conversation = self._conversation.answered(answer, end)
+        return answer
+
+    def compact(self, num_slots: int | None = None) -> None:
+        """Compress all but the last ``tail`` tokens now.
+
+        Args:
+            num_slots: slots per layer and head of the compact cache, on average; None:
+                ``budget - tail - room``.
+
+        Raises:
+            InputError: no tokens but the tail, or a number of slots out of its range.
+        """
+        if self._state.num_exact <= self.tail:
+            raise InputError(
+                f"the {self._state.num_exact} exact tokens are the tail: nothing to compress"
+            )
+        slots = self.budget - self.tail - self.room if num_slots is None else num_slots
+        check_least(1, num_slots=slots)
+        self._state = self._compacted(self._state, slots)
+
+    def save(self, path: str | Path) -> None:
+        """Write the session to a file, whole or not at all, and lock the file for this process.
+
+        The lock lasts until ``close``, the end of the process, or a save to another path.
+
+        Raises:
+            InputError: the file is locked by another session, or cannot be written.
+        """
+        path = Path(path)
+        self._hold_lock(path)
+        saved = SavedSession(
+            state=self._state,
+            fingerprint=self._fingerprint,
+            settings={
+                "budget": self.budget,
+                "tail": self.tail,
+                "room": self.room,
+                "num_kept": self.num_kept,
+                "piece": self.piece,
+                "method": self.method if isinstance(self.method, str) else None,
+                "protect": [list(each) for each in self.protect],
+                "allow_special": self._encoder.allow_special,
+            },
+            conversation=self._conversation.as_json(),
+            num_compactions=self.num_compactions,
+        )
+        write_session(path, saved)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        method: str | Compressor | None = None,
+    ) -> "Session":
+        """The session that ``save`` wrote; the file is locked for this process, as after ``save``.
+
+        Args:
+            path: of the file.
+            model, tokenizer: of the session.
+            method: another compressor than before; needed for a session that was saved with a
+                ``Compressor`` in place of its name.
+
+        Raises:
+            InputError: a file that is missing, damaged, of another model or locked by another
+                session; or no method.
+        """
+        path = Path(path)
+        saved = read_session(path, model)
+        settings = dict(saved.settings)
+        settings["method"] = settings["method"] if method is None else method
+        if settings["method"] is None:
+            raise InputError(f"{path} does not name its method: give method=")
+        settings["protect"] = [tuple(each) for each in settings["protect"]]
+        session = cls(model, tokenizer, **settings)
+        session._hold_lock(path)
+        # again, behind the lock: another process may have written meanwhile
+        saved = read_session(path, model)
+        session._state = saved.state
+        session._conversation = session._conversation.restored(saved.conversation)
+        session.num_compactions = saved.num_compactions
+        return session
+
+    def close(self) -> None:
+        """Release the lock on the session's file."""
+        self._lock.close()
+        self._locked_path = None
+
+    def __enter__(self) -> "Session":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _append(self, ids: Int[Tensor, " new"]) -> None:
+        """Append tokens piece by piece."""
+        self._check_positions(len(ids))
+        state = self._state
+        for piece in ids.split(self.piece):
+            state, _ = state.run(self.model, piece)
+            if state.held_slots > self.budget:
+                state = self._compacted(state, self.budget - self.tail - self.room)
+        self._state = state
+
+    def _compacted(self, state: SessionState, num_slots: int) -> SessionState:
+        """The state after a compaction to so many slots and the tail."""
+        trace = state.trace(self.model, self._fingerprint, self.tail)
+        protect = clipped(self.protect, 0, trace.prefix_len)
+        compact = self._compressor(
+            trace, num_slots=min(num_slots, trace.prefix_len), protect=protect
+        )
+        self.num_compactions += 1
+        return state.compacted(compact, keep_queries(trace, self.num_kept))
+
+    def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
+        """The text of tokens, control tokens included, as it is."""
+        text: Any = self.tokenizer.decode(
+            ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def _append_turn(self, role: str, text: str, *, protect: bool, is_answered: bool) -> None:
+        added = self._conversation.added(role, text, is_answered=is_answered)
+        self.append(added.ids, protect=protect)
+        self._conversation = added.conversation
+
+    def _encoded(self, tokens: Tokens) -> Int[Tensor, " new"]:
+        is_first = not self.num_tokens
+        return token_ids(tokens, self.model, self._encoder, is_first=is_first)
+
+    def _check_tokens_exist(self) -> None:
+        if not self.num_tokens:
+            raise InputError("the session holds no token: append a text first")
+
+    def _check_positions(self, num_new: int) -> None:
+        positions = positions_of(self.model.config)
+        if self.num_tokens + num_new > positions:
+            raise InputError(
+                f"{self.num_tokens} tokens and {num_new} new ones exceed the {positions} positions "
+                f"of {type(self.model).__name__}"
+            )
+
+    def _check_budget(self, protect: Sequence[Range]) -> None:
+        """Reject a budget without a slot for what is not protected, besides tail and room."""
+        least = self.tail + self.room + num_positions(protect) + 1
+        if self.budget < least:
+            raise InputError(
+                f"budget={self.budget} slots hold no slot besides the tail of {self.tail}, room "
+                f"for {self.room} and {num_positions(protect)} protected tokens: give at least "
+                f"{least}"
+            )
+
+    def _hold_lock(self, path: Path) -> None:
+        """Lock a session's file, and release the lock on another one."""
+        path = path.absolute()
+        if path == self._locked_path:
+            return
+        lock = session_lock(path)
+        self.close()
+        self._lock.enter_context(lock)
+        self._locked_path = path

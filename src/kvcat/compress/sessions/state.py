@@ -1,0 +1,208 @@
+"""What a session holds: a compact cache, the exact tokens after it, and queries to fit to."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, document_digest
+from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges, slot_facts
+from kvcat.compress.tracing import joined_log_bias
+from kvcat.models import capture, frozen
+from kvcat.types import Float, Int, Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class SessionState:
+    """The tokens of one conversation, as a model reads them. Nothing ever changes it.
+
+    The tokens after the compact cache are exact: their keys, values, queries and hidden states are
+    those of the forward in which they were appended.
+
+    Args:
+        ids: all tokens.
+        compact: cache of the first tokens; None before the first compaction.
+        keys, values: per layer, of the exact tokens after rotation.
+        queries: per layer, likewise.
+        hidden: input of the output head, of the exact tokens.
+        stream: per layer, as in ``Trace``, the mean over forwards by number of tokens.
+        scales: per layer, the factor on q.k.
+        past_queries: queries of tokens in the compact cache; None: none were kept.
+    """
+
+    ids: Int[Tensor, " tokens"]
+    compact: CompactCache | None
+    keys: Sequence[Float[Tensor, "batch _ exact _"]]
+    values: Sequence[Float[Tensor, "batch _ exact _"]]
+    queries: Sequence[Float[Tensor, "batch _ exact _"]]
+    hidden: Float[Tensor, "batch exact hidden"] | None
+    stream: Sequence[Float[Tensor, " batch"]]
+    scales: Sequence[float]
+    past_queries: PastQueries | None = None
+
+    @classmethod
+    def empty(cls, model: PreTrainedModel) -> "SessionState":
+        """The state without tokens."""
+        no_tokens = torch.zeros(0, dtype=torch.long, device=model.device)
+        return cls(no_tokens, None, [], [], [], None, [], [])
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of all tokens."""
+        return len(self.ids)
+
+    @property
+    def past_len(self) -> int:
+        """The number of tokens that the compact cache represents."""
+        return 0 if self.compact is None else self.compact.num_tokens
+
+    @property
+    def num_exact(self) -> int:
+        """The number of tokens after the compact cache."""
+        return self.num_tokens - self.past_len
+
+    @property
+    def held_slots(self) -> float:
+        """Slots per layer and head, on average: those of the compact cache and the exact tokens."""
+        return self.num_exact + (0.0 if self.compact is None else self.compact.mean_slots)
+
+    def past(self, model: PreTrainedModel) -> Cache:
+        """A fresh transformers cache that holds all tokens."""
+        if self.compact is None:
+            dynamic = DynamicCache()
+            for index, states in enumerate(zip(self.keys, self.values, strict=True)):
+                dynamic.update(*states, index)
+            return dynamic
+        past = self.compact.to_transformers(model)
+        for layer, keys, values in zip(past.layers, self.keys, self.values, strict=True):
+            if isinstance(layer, PrefixLayer):
+                layer.hold(keys, values)
+        return past
+
+    @torch.no_grad()
+    def run(
+        self, model: PreTrainedModel, ids: Int[Tensor, " new"]
+    ) -> tuple["SessionState", Float[Tensor, "batch new hidden"]]:
+        """The state with further tokens, and the input of the output head for these.
+
+        Args:
+            model: of the session.
+            ids: at least one token.
+        """
+        past = self.past(model)
+        with frozen(model):
+            captured = capture(model, ids.unsqueeze(0), past=past)
+        num_exact = self.num_exact + len(ids)
+        layers: Any = past.layers
+        keys = [layer.keys[:, :, -num_exact:] for layer in layers]
+        values = [layer.values[:, :, -num_exact:] for layer in layers]
+        queries = list(captured.queries)
+        hidden = captured.hidden
+        stream = captured.stream
+        if self.num_exact:
+            pairs = zip(self.queries, captured.queries, strict=True)
+            queries = [torch.cat(both, dim=2) for both in pairs]
+        if self.hidden is not None:
+            hidden = torch.cat([self.hidden, captured.hidden], dim=1)
+            share = len(ids) / (self.num_tokens + len(ids))
+            pairs = zip(self.stream, captured.stream, strict=True)
+            stream = [(1 - share) * before + share * new for before, new in pairs]
+        after = replace(
+            self,
+            ids=torch.cat([self.ids, ids]),
+            keys=keys,
+            values=values,
+            queries=queries,
+            hidden=hidden,
+            stream=stream,
+            scales=captured.scales,
+        )
+        return after, captured.hidden
+
+    def trace(self, model: PreTrainedModel, fingerprint: str, num_later: int) -> Trace:
+        """The trace of all tokens but the last ones, which are the text after its prefix.
+
+        Args:
+            model: of the session.
+            fingerprint: of the model.
+            num_later: number of the last tokens, fewer than are exact.
+        """
+        prefix_len = self.num_tokens - num_later
+        num_new = self.num_exact - num_later
+        past_layers = [] if self.compact is None else [x.padded() for x in self.compact.layers]
+        keys = [states[:, :, :num_new] for states in self.keys]
+        values = [states[:, :, :num_new] for states in self.values]
+        if past_layers:
+            keys = [
+                torch.cat([layer.keys, new], dim=2)
+                for layer, new in zip(past_layers, keys, strict=True)
+            ]
+            values = [
+                torch.cat([layer.values, new], dim=2)
+                for layer, new in zip(past_layers, values, strict=True)
+            ]
+        if self.hidden is None:
+            raise ValueError("a state without tokens has no trace")
+        return Trace(
+            model=model,
+            input_ids=self.ids.unsqueeze(0),
+            prefix_len=prefix_len,
+            supervision="suffix",
+            supervision_start=prefix_len,
+            keys=keys,
+            values=values,
+            queries=[states[:, :, num_new:] for states in self.queries],
+            suffix_keys=[states[:, :, num_new:] for states in self.keys],
+            prefix_positions=torch.arange(self.past_len, prefix_len),
+            prefix_queries=[states[:, :, :num_new] for states in self.queries],
+            scales=self.scales,
+            stream=self.stream,
+            hidden=self.hidden[:, num_new - 1 :],
+            fingerprint=fingerprint,
+            past_len=self.past_len,
+            log_bias=joined_log_bias(past_layers, num_new),
+            past_queries=self.past_queries,
+            past_protected=self.protected,
+        )
+
+    @property
+    def protected(self) -> tuple[Range, ...]:
+        """The ranges of protected tokens in the compact cache."""
+        metadata = {} if self.compact is None else self.compact.metadata
+        return parsed_ranges(metadata.get("protected", ""))
+
+    def compacted(self, compact: CompactCache, past_queries: PastQueries | None) -> "SessionState":
+        """The state whose first tokens are in another compact cache; the others stay exact."""
+        num_later = self.num_tokens - compact.num_tokens
+        first = self.num_exact - num_later
+        hidden = self.hidden
+        return replace(
+            self,
+            compact=compact,
+            keys=[states[:, :, first:].clone() for states in self.keys],
+            values=[states[:, :, first:].clone() for states in self.values],
+            queries=[states[:, :, first:].clone() for states in self.queries],
+            hidden=None if hidden is None else hidden[:, first:].clone(),
+            past_queries=past_queries,
+        )
+
+    def cache(self, fingerprint: str) -> CompactCache:
+        """All tokens as a compact cache: the slots so far, and one slot for every exact token."""
+        past_layers = [] if self.compact is None else [x.padded() for x in self.compact.layers]
+        biases = joined_log_bias(past_layers, self.num_exact) or [None] * len(self.keys)
+        layers = []
+        for index, bias in enumerate(biases):
+            keys = self.keys[index]
+            values = self.values[index]
+            if past_layers:
+                keys = torch.cat([past_layers[index].keys, keys], dim=2)
+                values = torch.cat([past_layers[index].values, values], dim=2)
+            layers.append(CompactLayer(keys, values, bias).without_absent())
+        whole = CompactCache(layers, self.num_tokens, fingerprint)
+        facts = {} if self.compact is None else dict(self.compact.metadata)
+        # the protected slots of exact tokens are not the first ones
+        facts.pop("protected", None)
+        facts |= {"document": document_digest(self.ids.unsqueeze(0)), **slot_facts(whole)}
+        return replace(whole, metadata={"method": "dense", **facts})

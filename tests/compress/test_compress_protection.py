@@ -1,0 +1,295 @@
+"""Protected slots: exact in every head and layer, by every method, inside the budget."""
+
+import importlib.util
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from test_compress_contract import RAGGED, ROWS, table
+
+from kvcat.compress import (
+    Eviction,
+    KVPress,
+    make_compressor,
+    protected_ranges,
+    reconstruction,
+    trace,
+)
+from kvcat.compress.protection import joined_ranges, protecting
+from kvcat.compress.queries import fitted_queries
+from kvcat.errors import InputError
+from tiny import WORDS, byte_tokenizer, refusal
+
+RANGES = [(0, 2), (20, 23)]
+POSITIONS = torch.tensor([0, 1, 20, 21, 22])
+needs_kvpress = pytest.mark.skipif(
+    importlib.util.find_spec("kvpress") is None, reason="kvpress is not installed"
+)
+
+
+def assert_protected(cache, traced, positions, *, rtol=0.0):
+    """The first slots of every head are the dense ones at these positions, without log-bias."""
+    count = len(positions)
+    for layer, keys, values in zip(cache.layers, traced.keys, traced.values, strict=True):
+        for example in range(keys.shape[0]):
+            for head in range(keys.shape[1]):
+                kept_keys, kept_values, bias = layer.head(example, head)
+                assert len(kept_keys) >= count
+                assert torch.equal(kept_keys[:count], keys[example, head, positions])
+                assert torch.equal(kept_values[:count], values[example, head, positions])
+                assert bias is None or not bias[:count].any()
+
+
+@table([*ROWS, *RAGGED])
+def test_every_compressor_keeps_protected_slots_exactly_and_inside_its_budget(
+    traced, name, options
+):
+    method = make_compressor(name, **options)
+    by_layer = options.get("budgets") == "layers"
+    for slots in (5, 6, 48):
+        cache = method(traced, num_slots=slots, protect=RANGES)
+        assert_protected(cache, traced, POSITIONS)
+        counts = torch.cat([layer.counts.flatten() for layer in cache.layers])
+        assert counts.sum() <= slots * len(counts)
+        assert counts.sum() == slots * len(counts) or by_layer
+        assert counts.min() >= min(slots, 6)
+        assert cache.metadata["protected"] == "0:2,20:23"
+        for layer in cache.layers:
+            if layer.positions is not None:
+                first = layer.positions.flatten()[:5]
+                assert torch.equal(first.cpu(), POSITIONS)
+    message = refusal(method, traced, num_slots=4, protect=RANGES)
+    assert message.startswith("4 slots are fewer than the 5 protected ones (tokens 0:2,20:23)")
+
+
+@pytest.mark.parametrize("preset", ["stable", "known", "paper"])
+@pytest.mark.parametrize("supervision", ["suffix", "self"])
+def test_attention_matching_protects_with_every_preset_and_supervision(
+    double, windows, preset, supervision
+):
+    ids = windows if supervision == "suffix" else windows[:, :48]
+    traced = trace(double, ids, 48, supervision=supervision)
+    cache = make_compressor("attention-matching", preset=preset)(
+        traced, num_slots=9, protect=RANGES
+    )
+    assert_protected(cache, traced, POSITIONS)
+    assert all(layer.values.isfinite().all() for layer in cache.layers)
+
+
+@settings(
+    max_examples=6, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    pairs=st.lists(st.tuples(st.integers(0, 47), st.integers(1, 12)), min_size=1, max_size=4),
+    extra=st.integers(0, 4),
+)
+def test_any_ranges_are_joined_kept_and_counted(traced, pairs, extra):
+    ranges = [(start, min(48, start + length)) for start, length in pairs]
+    wanted = sorted({position for start, stop in ranges for position in range(start, stop)})
+    joined = joined_ranges(ranges, 48)
+    assert [position for start, stop in joined for position in range(start, stop)] == wanted
+    assert all(end < start for (_, end), (start, _) in pairwise(joined))
+    slots = min(48, len(wanted) + extra)
+    for name in ("attention-matching", "streaming"):
+        cache = make_compressor(name)(traced, num_slots=slots, protect=ranges)
+        assert_protected(cache, traced, torch.tensor(wanted))
+        assert cache.mean_slots == slots
+
+
+@pytest.mark.parametrize(
+    ("ranges", "message"),
+    [
+        ([(3, 3)], r"protect holds \(3, 3\): a range has 0 <= first < end <= 48"),
+        ([(5, 2)], r"protect holds \(5, 2\)"),
+        ([(-1, 2)], r"protect holds \(-1, 2\)"),
+        ([(40, 49)], r"protect holds \(40, 49\)"),
+        ([(0.0, 2)], "not a pair of positions"),
+        ([(True, 2)], "not a pair of positions"),
+        ([7], "protect holds 7, not a pair of positions"),
+        ([(1, 2, 3)], "not a pair of positions"),
+    ],
+)
+def test_ranges_that_are_no_part_of_the_prefix_are_rejected(traced, ranges, message):
+    with pytest.raises(InputError, match=message):
+        protecting(traced, ranges)
+
+
+def test_eviction_with_protection_is_dense_attention_over_the_kept_tokens(double, windows):
+    # an oracle without compact caches: plain transformers with a mask over the kept tokens
+    traced = trace(double, windows[:1], 48)
+    cache = Eviction("streaming", num_sinks=2)(traced, num_slots=12, protect=[(10, 14)])
+    kept = cache.layers[0].positions[0, 0].tolist()
+    assert kept == [10, 11, 12, 13, 0, 1, *range(42, 48)]
+    is_kept = torch.zeros(48, dtype=torch.bool)
+    is_kept[kept] = True
+    num_tokens = windows.shape[1]
+    causal = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+    causal[48:, :48] &= is_kept
+    mask = torch.zeros(num_tokens, num_tokens, dtype=torch.float64)
+    mask = mask.masked_fill(~causal, -torch.inf)[None, None]
+    before = double.config._attn_implementation
+    double.set_attn_implementation("sdpa")
+    try:
+        masked = double(input_ids=windows[:1], attention_mask=mask).logits[:, 48:]
+    finally:
+        double.set_attn_implementation(before)
+    inputs = cache.inputs(double, windows[:1, 48:])
+    torch.testing.assert_close(double(**inputs).logits, masked, rtol=0, atol=1e-10)
+
+
+def test_values_solve_the_least_squares_of_what_the_protected_slots_leave(double, windows):
+    # by hand for one head: protected slots fixed, the others' values by NumPy's least squares
+    traced = trace(double, windows[:1], 48)
+    method = make_compressor(
+        "attention-matching", own_weight=0.0, ridge=1e-9, log_bias=False, budgets="equal"
+    )
+    cache = method(traced, num_slots=9, protect=RANGES)
+    layer = cache.layers[1]
+    kept = layer.positions[0, 0]
+    scale = traced.scales[1]
+    keys = traced.keys[1][0, 0]
+    queries = traced.queries[1][0, :2].reshape(-1, keys.shape[-1])
+    scores = queries @ keys.T * scale
+    later = traced.queries[1][0, :2] @ traced.suffix_keys[1][0, 0].T * scale
+    seen = torch.ones(16, 16, dtype=torch.bool).tril()
+    later_mass = later.masked_fill(~seen, -torch.inf).logsumexp(-1).reshape(-1)
+    others = [position for position in range(48) if position not in POSITIONS.tolist()]
+    total = torch.logaddexp(scores.logsumexp(-1), later_mass)
+    share = (scores[:, others].logsumexp(-1) - total).exp()
+    target = scores[:, others].softmax(-1) @ traced.values[1][0, 0, others]
+    fitted_rows = scores[:, kept[5:]].softmax(-1)
+    weighted = (share[:, None] * fitted_rows).detach().numpy()
+    solution = np.linalg.lstsq(weighted, (share[:, None] * target).detach().numpy(), rcond=None)[0]
+    torch.testing.assert_close(
+        layer.values[0, 0, 5:], torch.from_numpy(solution), rtol=0, atol=1e-5
+    )
+
+
+def test_queries_count_by_the_share_of_attention_that_protected_slots_leave(double, windows):
+    traced = trace(double, windows, 48)
+    plain = fitted_queries(traced, 0.0, by_share=True)
+    protected = fitted_queries(protecting(traced, RANGES), 0.0, by_share=True)
+    for layer, keys in enumerate(traced.keys):
+        of_query_heads = keys[:, :, POSITIONS].repeat_interleave(2, dim=1)
+        scores = traced.queries[layer] @ of_query_heads.mT * traced.scales[layer]
+        mass = plain.log_later_mass[layer].exp() + scores.exp().sum(-1)
+        torch.testing.assert_close(protected.log_later_mass[layer], mass.log())
+
+
+def test_a_grown_cache_protects_the_same_tokens_again_and_new_ones(double, windows):
+    method = make_compressor("attention-matching")
+    past = method(trace(double, windows, 32), num_slots=9, protect=RANGES)
+    grown = trace(double, windows, 48, past=past)
+    for name in ("attention-matching", "streaming", "gradient"):
+        options = {"num_steps": 2} if name == "gradient" else {}
+        again = make_compressor(name, **options)(grown, num_slots=12, protect=[*RANGES, (40, 42)])
+        assert_protected(again, trace(double, windows, 32), POSITIONS)
+        for layer, keys in zip(again.layers, grown.keys, strict=True):
+            assert torch.equal(layer.head(0, 0)[0][5:7], keys[0, 0, -8:-6])
+    assert "protected" not in method(grown, num_slots=12).metadata
+    message = refusal(method, grown, num_slots=12, protect=[(0, 3)])
+    assert "protect=0:3 of the 32 tokens in the compact cache, which protects 0:2,20:23" in message
+
+
+def test_protected_slots_and_few_bits_are_rejected(traced):
+    packed = make_compressor("attention-matching", bits=4)
+    assert "protected slots are exact, not in 4 bits" in refusal(
+        packed, traced, num_slots=9, protect=RANGES
+    )
+    cache = make_compressor("streaming")(traced, num_slots=9, protect=RANGES)
+    assert "protected slots, which few bits would round" in refusal(cache.quantize, 8)
+
+
+SYSTEM = (
+    "{% if messages[0]['role'] != 'system' %}[system]be kind<eos>{% endif %}"
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@cache
+def system_tokenizer():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SYSTEM
+    return tokenizer
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    words=st.lists(st.sampled_from(WORDS), min_size=3, max_size=20),
+    bounds=st.tuples(st.integers(0, 60), st.integers(1, 12)),
+    chat=st.booleans(),
+)
+def test_a_protected_passage_is_the_fewest_tokens_that_hold_it_wherever_it_occurs(
+    words, bounds, chat
+):
+    tokenizer = system_tokenizer()
+    text = " ".join(words)
+    start = bounds[0] % len(text)
+    passage = text[start : start + bounds[1]]
+    ids = reconstruction(tokenizer, text, chat=chat)
+    pieces = [tokenizer.decode(token) for token in ids.input_ids[0, : ids.prefix_len].tolist()]
+    head = "[system]be kind<eos>[user]" if chat else ""
+    ends = [sum(map(len, pieces[: n + 1])) - len(head) for n in range(len(pieces))]
+    assert "".join(pieces) == head + text
+    wanted = set()
+    place = text.find(passage)
+    while place >= 0:
+        for number, end in enumerate(ends):
+            if place < end and end - len(pieces[number]) < place + len(passage):
+                wanted.add(number)
+        place = text.find(passage, place + len(passage))
+    ranges = protected_ranges(tokenizer, text, passages=[passage], chat=chat)
+    assert {number for first, stop in ranges for number in range(first, stop)} == wanted
+
+
+def test_the_system_turn_is_all_that_the_template_writes_before_the_document():
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = SYSTEM
+    ((start, stop),) = protected_ranges(tokenizer, "the cat sees", system=True, chat=True)
+    ids = reconstruction(tokenizer, "the cat sees", chat=True).input_ids[0]
+    assert start == 0
+    assert tokenizer.decode(ids[:stop]) == "[system]be kind<eos>[user]"
+    assert "no system turn to protect: only a chat template writes one" in refusal(
+        protected_ranges, tokenizer, "the cat", system=True
+    )
+    plain = byte_tokenizer()
+    assert "the chat template writes none" in refusal(
+        protected_ranges, plain, "the cat", system=True, chat=True
+    )
+    assert "'a dog', is not in the document" in refusal(
+        protected_ranges, tokenizer, "the cat", passages=["a dog"]
+    )
+    assert "is empty" in refusal(protected_ranges, tokenizer, "the cat", passages=[""])
+
+
+@needs_kvpress
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("KnormPress", {}),
+        ("SnapKVPress", {"window_size": 8}),
+        ("AdaKVPress+SnapKVPress", {"press.window_size": 8}),
+        ("CURPress", {}),
+        ("MergingPress+KnormPress", {}),
+        ("ChunkKVPress+SnapKVPress", {"press.window_size": 8, "chunk_length": 4}),
+    ],
+)
+def test_presses_keep_protected_slots_inside_the_budget(model, windows, name, options):
+    traced = trace(model, windows[:2], 48)
+    cache = KVPress(name, **options)(traced, num_slots=16, protect=RANGES)
+    assert_protected(cache, traced, POSITIONS)
+    assert 12 <= cache.mean_slots <= 16
+    if not name.startswith(("Chunk", "CUR")):
+        assert cache.mean_slots == 16
+
+
+@needs_kvpress
+def test_a_press_that_moves_keys_cannot_protect(model, windows):
+    traced = trace(model, windows[:1], 48)
+    press = KVPress("KeyRerotationPress+KnormPress")
+    assert "KeyRerotationPress moves keys" in refusal(press, traced, num_slots=16, protect=RANGES)

@@ -1,0 +1,427 @@
+"""Sessions: exact until the first compaction, compacted without harm to what must stay, saved."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kvcat import Session
+from kvcat.cache import CompactCache
+from kvcat.compress import Eviction, replay, trace
+from tiny import byte_tokenizer, loud_model, refusal
+
+TOKENS = torch.randint(3, 60, (100,), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return byte_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer):
+    return loud_model(
+        dtype=torch.float64,
+        vocab_size=len(tokenizer),
+        max_position_embeddings=256,
+        eos_token_id=tokenizer.eos_token_id,
+        std=0.25,
+    )
+
+
+@pytest.fixture
+def make(model, tokenizer):
+    def session(**options):
+        return Session(model, tokenizer, **{"budget": 40, "tail": 8, "room": 10, **options})
+
+    return session
+
+
+@torch.no_grad()
+def dense_logits(model, ids):
+    return model(input_ids=ids.unsqueeze(0), use_cache=False).logits[0]
+
+
+def same_state(first, second):
+    for name in ("keys", "values", "queries"):
+        pairs = zip(getattr(first._state, name), getattr(second._state, name), strict=True)
+        assert all(torch.equal(a, b) for a, b in pairs)
+    assert torch.equal(first.ids, second.ids)
+    for one, other in zip(first.cache.layers, second.cache.layers, strict=True):
+        assert one.tensors().keys() == other.tensors().keys()
+        assert all(torch.equal(tensor, other.tensors()[k]) for k, tensor in one.tensors().items())
+    kept, other_kept = first._state.past_queries, second._state.past_queries
+    assert (kept is None) == (other_kept is None)
+    if kept is not None:
+        assert torch.equal(kept.positions, other_kept.positions)
+        assert all(torch.equal(a, b) for a, b in zip(kept.states, other_kept.states, strict=True))
+
+
+def test_a_session_within_its_budget_has_the_dense_models_logits(model, make):
+    session = make(budget=100)
+    dense = dense_logits(model, TOKENS)
+    for start, stop in ((0, 20), (20, 21), (21, 60)):
+        session.append(TOKENS[start:stop])
+        torch.testing.assert_close(session.next_logits, dense[stop - 1], rtol=0, atol=1e-10)
+    torch.testing.assert_close(session.score(TOKENS[60:]), dense[60:], rtol=0, atol=1e-10)
+    assert (session.num_tokens, session.held_slots, session.num_compactions) == (60, 60, 0)
+
+
+def test_tokens_in_pieces_are_as_at_once_before_a_compaction(make):
+    at_once = make(budget=100)
+    at_once.append(TOKENS[:50])
+    in_pieces = make(budget=100, piece=7)
+    for turn in TOKENS[:50].split(13):
+        in_pieces.append(turn)
+    torch.testing.assert_close(at_once.next_logits, in_pieces.next_logits, rtol=0, atol=1e-10)
+    torch.testing.assert_close(at_once._state.queries, in_pieces._state.queries)
+
+
+def test_a_session_stays_within_its_budget_and_its_tail_stays_exact(model, make):
+    session = make(num_kept=16)
+    dense = trace(model, TOKENS.unsqueeze(0), supervision="self")
+    for turn in TOKENS.split(7):
+        session.append(turn)
+        assert session.held_slots <= 40
+        assert session._state.num_exact >= min(8, session.num_tokens)
+        assert session.num_compactions or torch.allclose(
+            session._state.keys[1], dense.keys[1][:, :, : session.num_tokens]
+        )
+    assert session.num_compactions >= 5
+    assert len(session._state.past_queries.positions) == 16
+    # the first layer's keys do not depend on what came before
+    first_exact = session._state.past_len
+    assert torch.allclose(session._state.keys[0], dense.keys[0][:, :, first_exact:])
+    assert session.cache.num_tokens == 100
+    assert session.cache.mean_slots == session.held_slots
+
+
+def test_score_does_not_change_the_session(make):
+    session = make()
+    other = make()
+    for turn in TOKENS[:80].split(10):
+        session.append(turn)
+        other.append(turn)
+        first = session.score(TOKENS[80:])
+        assert torch.equal(first, session.score(TOKENS[80:]))
+    assert session.num_compactions > 1
+    same_state(session, other)
+    session.append(TOKENS[80:84])
+    assert torch.allclose(session.next_logits, first[3], atol=1e-10)
+
+
+def test_positions_after_compactions_are_those_of_a_masked_dense_forward(model, make):
+    # eviction by first positions keeps tokens 0..21, and each token saw what was held when it came
+    session = make(method="first")
+    num_tokens = len(TOKENS)
+    visible = torch.zeros(num_tokens, num_tokens, dtype=torch.bool)
+    held = torch.zeros(num_tokens, dtype=torch.bool)
+    for start in range(0, num_tokens, 10):
+        stop = start + 10
+        visible[start:stop] = held
+        visible[start:stop, start:stop] = torch.ones(10, 10, dtype=torch.bool).tril()
+        held[start:stop] = True
+        session.append(TOKENS[start:stop])
+        if held.sum() > 40:
+            held[22 : stop - 8] = False
+        assert int(held.sum()) == session.held_slots
+    assert session.num_compactions > 2
+    mask = torch.zeros(1, 1, num_tokens, num_tokens, dtype=torch.float64)
+    mask = mask.masked_fill(~visible, -torch.inf)
+    before = model.config._attn_implementation
+    model.set_attn_implementation("sdpa")
+    try:
+        with torch.no_grad():
+            masked = model(input_ids=TOKENS.unsqueeze(0), attention_mask=mask).logits[0, -1]
+    finally:
+        model.set_attn_implementation(before)
+    torch.testing.assert_close(session.next_logits, masked, rtol=0, atol=1e-10)
+
+
+@torch.no_grad()
+def greedy(model, ids, steps):
+    """The stock model's most likely next tokens, each by a forward over the whole text."""
+    for _ in range(steps):
+        ids = torch.cat([ids, dense_logits(model, ids)[-1:].argmax(-1)])
+    return ids[-steps:]
+
+
+def test_generation_within_the_budget_is_the_stock_models_and_is_appended(model, make, tokenizer):
+    session = make(budget=100)
+    session.append(TOKENS[:20])
+    expected = greedy(model, TOKENS[:25], 12)
+    ends = (expected == tokenizer.eos_token_id).nonzero().flatten().tolist()
+    expected = expected[: ends[0] + 1] if ends else expected
+    ids = session.generate_ids(TOKENS[20:25], max_new_tokens=12)
+    assert ids.tolist() == expected.tolist()
+    whole = torch.cat([TOKENS[:25], expected])
+    assert torch.equal(session.ids, whole)
+    torch.testing.assert_close(
+        session.next_logits, dense_logits(model, whole)[-1], rtol=0, atol=1e-10
+    )
+    text = make(budget=100)
+    text.append(TOKENS[:20])
+    assert text.generate(TOKENS[20:25], max_new_tokens=12) == tokenizer.decode(
+        expected, skip_special_tokens=True
+    )
+
+
+class Heard:
+    """A streamer that remembers what it is given."""
+
+    def __init__(self):
+        self.values = []
+        self.num_ends = 0
+
+    def put(self, value):
+        self.values.append(value.flatten().tolist())
+
+    def end(self):
+        self.num_ends += 1
+
+
+def test_a_long_answer_is_compacted_on_the_way_and_streamed_once(make):
+    session = make()
+    heard = Heard()
+    torch.manual_seed(0)
+    answer = session.generate_ids(
+        TOKENS[:30], max_new_tokens=60, streamer=heard, do_sample=True, temperature=5.0
+    )
+    assert session.num_compactions > 2
+    assert session.held_slots <= 40
+    assert session.num_tokens == 30 + len(answer)
+    assert heard.values[0] == [TOKENS[29]]
+    assert [token for value in heard.values[1:] for token in value] == answer.tolist()
+    assert heard.num_ends == 1
+
+
+def test_a_saved_session_continues_with_the_same_bits(model, tokenizer, make, tmp_path):
+    path = tmp_path / "talk.session"
+    for num_tokens in (0, 20, 90):
+        session = make(protect=[(0, 3)], num_kept=16)
+        if num_tokens:
+            session.append(TOKENS[:num_tokens])
+        session.save(path)
+        session.close()
+        with Session.load(path, model, tokenizer) as loaded:
+            if num_tokens:
+                same_state(session, loaded)
+            for each in (session, loaded):
+                each.append(TOKENS[num_tokens:])
+                each.append(TOKENS[:30])
+            same_state(session, loaded)
+            assert session.num_compactions == loaded.num_compactions > 0
+            assert torch.equal(session.next_logits, loaded.next_logits)
+            assert loaded.protect == ((0, 3),)
+
+
+def test_a_file_that_is_damaged_or_of_another_model_or_in_use_is_rejected(
+    model, tokenizer, make, tmp_path
+):
+    path = tmp_path / "talk.session"
+    session = make()
+    session.append(TOKENS[:60])
+    session.save(path)
+    assert "in use" in refusal(Session.load, path, model, tokenizer)
+    assert "in use" in refusal(make().save, path)
+    session.save(path)
+    session.close()
+    other = loud_model(dtype=torch.float64, vocab_size=len(tokenizer), max_position_embeddings=256)
+    assert "belongs to another model" in refusal(Session.load, path, other, tokenizer)
+    content = path.read_bytes()
+    for damaged in (content[:-9], content[:-1] + bytes([content[-1] ^ 1]), b"", content[:40]):
+        path.write_bytes(damaged)
+        message = refusal(Session.load, path, model, tokenizer)
+        assert "truncated" in message or "corrupt" in message
+    session.cache.save(path)
+    assert "is a compact cache of kvcat, not a session" in refusal(
+        Session.load, path, model, tokenizer
+    )
+    assert "no cache file" in refusal(Session.load, tmp_path / "none", model, tokenizer)
+
+
+def test_a_file_in_use_by_another_process_is_rejected_and_free_when_that_one_ends(
+    model, tokenizer, make, tmp_path
+):
+    path = tmp_path / "talk.session"
+    with make() as session:
+        session.append(TOKENS[:60])
+        session.save(path)
+    code = (
+        "import sys, time; from filelock import FileLock; "
+        f"lock = FileLock({str(path.with_name('.talk.session.lock'))!r}); lock.acquire(); "
+        "print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout.readline().strip() == b"held"
+        before = path.read_bytes()
+        assert "in use" in refusal(Session.load, path, model, tokenizer)
+        assert "in use" in refusal(session.save, path)
+        assert path.read_bytes() == before
+        holder.kill()
+    Session.load(path, model, tokenizer).close()
+
+
+def test_a_session_with_a_compressor_object_names_its_method_again(
+    model, tokenizer, make, tmp_path
+):
+    path = tmp_path / "talk.session"
+    method = Eviction("streaming", num_sinks=2)
+    with make(method=method) as session:
+        session.append(TOKENS[:60])
+        session.save(path)
+    assert "does not name its method: give method=" in refusal(Session.load, path, model, tokenizer)
+    with Session.load(path, model, tokenizer, method=method) as loaded:
+        same_state(session, loaded)
+
+
+@pytest.mark.parametrize("method", ["attention-matching", "streaming", "refined,num_steps=1"])
+def test_protected_tokens_stay_exact_through_every_compaction(model, make, method):
+    session = make(method=method, protect=[(0, 4)])
+    session.append(TOKENS[:20])
+    session.append(TOKENS[20:23], protect=True)
+    dense = trace(model, TOKENS[:23].unsqueeze(0), supervision="self")
+    for turn in TOKENS[23:].split(9):
+        session.append(turn)
+    assert session.protect == ((0, 4), (20, 23))
+    assert session.num_compactions > 2
+    positions = torch.tensor([0, 1, 2, 3, 20, 21, 22])
+    for layer, keys, values in zip(
+        session._state.compact.layers, dense.keys, dense.values, strict=True
+    ):
+        for head in range(2):
+            kept_keys, kept_values, bias = layer.head(0, head)
+            torch.testing.assert_close(kept_keys[:7], keys[0, head, positions])
+            torch.testing.assert_close(kept_values[:7], values[0, head, positions])
+            assert bias is None or not bias[:7].any()
+
+
+def test_more_protected_tokens_than_the_budget_holds_are_rejected_and_nothing_changes(make):
+    session = make()
+    session.append(TOKENS[:30])
+    before = session.next_logits
+    message = refusal(session.append, TOKENS[30:60], protect=True)
+    assert message.startswith("budget=40 slots hold no slot besides the tail of 8, room for 10 and")
+    assert (session.num_tokens, session.protect) == (30, ())
+    assert torch.equal(session.next_logits, before)
+    message = refusal(session.append, [3] * 300)
+    assert "exceed the 256 positions" in message
+    assert session.num_tokens == 30
+
+
+def test_arguments_that_cannot_be_right_are_rejected(make):
+    assert "budget=18 slots" in refusal(make, budget=18)
+    assert "tail is 0; it must be at least 1" in refusal(make, tail=0)
+    assert "num_kept is -1" in refusal(make, num_kept=-1)
+    for method in ("snapkv", "h2o", "tova", "h2o,bits=8"):
+        assert "needs all queries of the prefix" in refusal(make, method=method)
+    assert "no compressor 'zip'" in refusal(make, method="zip")
+    session = make()
+    assert "holds no token" in refusal(lambda: session.next_logits)
+    assert "holds no token" in refusal(lambda: session.cache)
+    assert "holds no token" in refusal(session.generate)
+    assert "no token to append" in refusal(session.append, [])
+    assert "one row" in refusal(session.append, torch.zeros(2, 3, dtype=torch.long))
+    assert "nothing to compress" in refusal(session.compact)
+    sliding = loud_model("mistral", sliding_window=16)
+    message = refusal(Session, sliding, byte_tokenizer(), budget=100)
+    assert "sliding windows have no sessions" in message
+
+
+def test_the_cache_of_a_session_answers_like_the_session(model, make, tmp_path):
+    session = make(num_kept=8)
+    session.append(TOKENS[:70])
+    assert session.num_compactions
+    cache = session.cache
+    logits = replay(model, cache, TOKENS[70:].unsqueeze(0))[0]
+    torch.testing.assert_close(session.score(TOKENS[70:]), logits, rtol=0, atol=1e-10)
+    cache.save(tmp_path / "c")
+    loaded = CompactCache.load(tmp_path / "c", model)
+    assert torch.equal(replay(model, loaded, TOKENS[70:].unsqueeze(0))[0], logits)
+
+
+def test_sessions_of_one_process_do_not_touch_each_other(make):
+    first, second, alone = make(), make(method="streaming"), make()
+    for turn in TOKENS.split(10):
+        first.append(turn)
+        alone.append(turn)
+        second.append(turn.flip(0))
+    same_state(first, alone)
+    assert second.num_tokens == 100
+
+
+def test_a_text_that_repeats_the_text_before_is_appended_like_any_other(make):
+    session = make(budget=100)
+    for turn in (TOKENS[:8], TOKENS[:8], TOKENS[:20]):
+        session.append(turn)
+    assert session.num_tokens == 36
+
+
+CHATML = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("temperature", [0.1, 9.0])
+def test_turns_are_appended_once_and_are_those_of_the_whole_conversation(model, temperature):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    session = Session(model, tokenizer, budget=250, tail=8)
+    session.turn("then it was", role="system", protect=True)
+    torch.manual_seed(1)
+    options = {"max_new_tokens": 5, "do_sample": True, "temperature": temperature}
+    answers = [session.chat(text, **options) for text in ("the cat", "a <eos> dog")]
+    turns = [
+        {"role": "system", "content": "then it was"},
+        {"role": "user", "content": "the cat"},
+        {"role": "assistant", "content": answers[0]},
+        {"role": "user", "content": "a <eos> dog"},
+    ]
+    written = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
+    held = tokenizer.decode(session.ids)
+    assert held.startswith(written)
+    assert held.removeprefix(written).removesuffix("<eos>") == answers[1]
+    # the second question spells a control token, which stays text
+    prompt = tokenizer.decode(session.ids[session.ids != tokenizer.eos_token_id])
+    assert "[user]a <eos> dog[assistant]" in prompt
+    system = tokenizer("[system]then it was<eos>").input_ids
+    assert session.protect == ((0, len(system)),)
+    assert session.ids[: len(system)].tolist() == system
+
+
+def test_a_template_that_changes_earlier_turns_is_rejected(model):
+    changing = byte_tokenizer()
+    changing.chat_template = (
+        "{% for m in messages %}{{ loop.length }}:{{ m['content'] }}{% endfor %}"
+    )
+    session = Session(model, changing, budget=60, tail=8)
+    session.turn("the cat")
+    assert "changes what it wrote for earlier turns" in refusal(session.turn, "a dog")
+    assert session.num_tokens == len(session.ids)
+    plain = Session(model, byte_tokenizer(chat=False), budget=60, tail=8)
+    assert "no chat template" in refusal(plain.turn, "the cat")
+
+
+def test_a_save_that_is_interrupted_leaves_the_session_saved_before(
+    model, tokenizer, make, tmp_path, monkeypatch
+):
+    path = tmp_path / "talk.session"
+    session = make()
+    session.append(TOKENS[:50])
+    session.save(path)
+    before = path.read_bytes()
+    session.append(TOKENS[50:])
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcat.files._sync", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            session.save(path)
+    assert path.read_bytes() == before
+    session.close()
+    with Session.load(path, model, tokenizer) as loaded:
+        assert loaded.num_tokens == 50
