@@ -3,6 +3,16 @@
 from kvcat.cache.adapters import check_no_adapters
 from kvcat.cache.compact import CompactCache, document_digest
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
+from kvcat.cache.first_tokens import (
+    FIRST_IDS,
+    FIRST_SLOTS,
+    NUM_FIRST,
+    count_before,
+    first_ids,
+    first_slots,
+    parse_first_ids,
+    positions_by_head,
+)
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows
 from kvcat.cache.quantized import (
@@ -23,6 +33,9 @@ from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 __all__ = [
     "BITS",
     "CACHE_NAME",
+    "FIRST_IDS",
+    "FIRST_SLOTS",
+    "NUM_FIRST",
     "Bits",
     "CompactCache",
     "CompactLayer",
@@ -41,13 +54,18 @@ __all__ = [
     "check_dims",
     "check_no_adapters",
     "check_token_ids",
+    "count_before",
     "document_digest",
     "fingerprint",
     "fingerprint_like",
+    "first_ids",
+    "first_slots",
     "held_factors",
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",
+    "parse_first_ids",
+    "positions_by_head",
     "rope_border",
     "rope_factors",
     "round_values",

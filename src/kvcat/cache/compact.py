@@ -21,6 +21,7 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
+from kvcat.cache.first_tokens import FIRST_SLOTS, first_slots, of_rows, positions_by_head
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import Bits, QuantizedLayer, quantized_layer
@@ -116,8 +117,14 @@ class CompactCache:
         wanted = Bits.parse(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
-        layers = [quantized_layer(layer, wanted) for layer in self.ordinary_layers()]
-        return replace(self, layers=layers, metadata={**self.metadata, "bits": str(wanted)})
+        ordinary = self.ordinary_layers()
+        layers = [quantized_layer(layer, wanted) for layer in ordinary]
+        metadata = {**self.metadata, "bits": str(wanted)}
+        known = [positions_by_head(layer) for layer in ordinary]
+        positions = [by_head for by_head in known if by_head is not None]
+        if len(positions) == len(known):
+            metadata[FIRST_SLOTS] = first_slots(positions)
+        return replace(self, layers=layers, metadata=metadata)
 
     def unpacked(self) -> "CompactCache":
         """The cache in ordinary keys and values; itself if it is not in few bits."""
@@ -134,7 +141,8 @@ class CompactCache:
 
     def select(self, rows: Rows) -> "CompactCache":
         """The cache of the given examples."""
-        return replace(self, layers=[layer.select(rows) for layer in self.layers])
+        layers = [layer.select(rows) for layer in self.layers]
+        return replace(self, layers=layers, metadata=of_rows(self.metadata, rows))
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None

@@ -12,6 +12,7 @@ from kvcat.compress.compare import (
     smallest_cache,
     supervised_kl,
 )
+from kvcat.compress.compose import SEAM_TOKENS, append, compose
 from kvcat.compress.documents import INSTRUCTION, document_trace, question_ids, reconstruction
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
@@ -35,6 +36,7 @@ __all__ = [
     "COMPRESSORS",
     "INSTRUCTION",
     "SCORERS",
+    "SEAM_TOKENS",
     "SNAPSHOT_STEPS",
     "AttentionMatching",
     "Compressor",
@@ -48,8 +50,10 @@ __all__ = [
     "Scores",
     "SmallestCache",
     "Trace",
+    "append",
     "compact_cache",
     "compare",
+    "compose",
     "compressor_names",
     "document_trace",
     "fit_log_bias",

@@ -8,11 +8,13 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import (
+    FIRST_IDS,
     CompactCache,
     CompactLayer,
     Factors,
     Head,
     document_digest,
+    first_ids,
 )
 from kvcat.choices import Supervision
 from kvcat.errors import InputError
@@ -137,6 +139,7 @@ class Trace:
         """Metadata for caches about the prefix, such as a hash of its tokens."""
         document = document_digest(self.input_ids[:, : self.prefix_len])
         facts = {"supervision": self.supervision, **self.about, "document": document}
+        facts[FIRST_IDS] = first_ids(self.input_ids[:, : self.prefix_len])
         if self.rope is not None:
             facts["rope"] = self.rope
             if self.room is not None:
