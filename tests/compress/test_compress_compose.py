@@ -7,9 +7,8 @@ import torch
 from transformers import DynamicCache
 
 import kvcat
-from kvcat.cache import CompactCache, CompactLayer, cache_argument
+from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
-from kvcat.errors import InputError
 from stays_double import StaysDouble
 from tiny import loud_model, refusal
 
@@ -154,8 +153,8 @@ def test_three_documents_stand_in_their_order_and_slots_keep_values_and_log_bias
         positions = layer.positions
         firsts = layer.positions[: int(layer.counts[0, 0])]
         assert (firsts.diff() > 0).all()
-        seams = [(FIRST <= positions) & (positions < FIRST + 4)]
-        seams.append((FIRST + SECOND <= positions) & (positions < FIRST + SECOND + 4))
+        seams = [(positions >= FIRST) & (positions < FIRST + 4)]
+        seams.append((positions >= FIRST + SECOND) & (positions < FIRST + SECOND + 4))
         for seam in seams:
             assert int(seam.sum()) == 4 * layer.counts.numel()
             assert not layer.log_bias[seam].any()
@@ -260,6 +259,9 @@ def test_what_cannot_be_composed_is_rejected_by_name(double, pair, windows):
 )
 def test_models_whose_keys_cannot_be_rotated_are_rejected(kind, options, reason):
     model = loud_model(kind, **options)
-    caches = [Eviction("streaming")(kvcat.trace(model, x, supervision="self"), num_slots=5) for x in (A, B)]
+    caches = [
+        Eviction("streaming")(kvcat.trace(model, x, supervision="self"), num_slots=5)
+        for x in (A, B)
+    ]
     assert reason in refusal(kvcat.compose, model, caches)
     assert kvcat.append(model, caches[0], B).num_tokens == FIRST + SECOND

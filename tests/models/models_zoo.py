@@ -2,7 +2,6 @@
 
 import torch
 
-from stays_double import StaysDouble
 from tiny import loud_model
 
 BASE = {

@@ -6,7 +6,6 @@ from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_lik
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
     FIRST_SLOTS,
-    NUM_FIRST,
     count_before,
     first_ids,
     first_slots,
@@ -35,7 +34,6 @@ __all__ = [
     "CACHE_NAME",
     "FIRST_IDS",
     "FIRST_SLOTS",
-    "NUM_FIRST",
     "Bits",
     "CompactCache",
     "CompactLayer",

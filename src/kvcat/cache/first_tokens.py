@@ -11,10 +11,9 @@ from typing import Any
 import torch
 
 from kvcat.cache.slots import Layer, RaggedLayer, Rows, spans
+from kvcat.choices import NUM_FIRST
 from kvcat.types import Int, Tensor
 
-NUM_FIRST = 16
-"""First tokens of a document that a cache records."""
 FIRST_IDS = "first_ids"
 FIRST_SLOTS = "first_slots"
 _ROWS = ";"  # between the examples of a batch

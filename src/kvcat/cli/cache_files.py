@@ -1,44 +1,70 @@
 """The commands ``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints for them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
+from kvcat.errors import InputError
 from kvcat.files import check_new_folder
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
 
 
-def model_and_cache(
-    model: str, file: Path, *, device: str, dtype: str | None = None, tokenizer: bool = True
-) -> tuple[Any, Any, "CompactCache"]:
-    """The model, the tokenizer and the cache, on one device.
+def check_caches(cache: opt.Files, seam_tokens: int) -> list[Path]:
+    """The files of ``--cache``, at least one; all exist."""
+    files = opt.flat(cache)
+    if not files:
+        raise InputError("no cache: give --cache FILE, or several files")
+    for file in files:
+        early.check_file(file, "cache file")
+    if not 0 <= seam_tokens <= NUM_FIRST:
+        raise InputError(f"--seam-tokens is {seam_tokens}; it must be in [0, {NUM_FIRST}]")
+    return files
 
-    This does not check that the cache belongs to the model; its users do.
+
+def model_and_cache(
+    model: str,
+    files: Sequence[Path],
+    *,
+    device: str,
+    dtype: str | None = None,
+    tokenizer: bool = True,
+    seam_tokens: int = SEAM_TOKENS,
+) -> tuple[Any, Any, "CompactCache"]:
+    """The model, the tokenizer and the cache, on one device; several caches are composed.
+
+    This does not check that a single cache belongs to the model; its users do.
     """
     import kvcat
 
-    compact = kvcat.CompactCache.load(file)
+    caches = [kvcat.CompactCache.load(file) for file in files]
+    compact = caches[0]
     cache_dtype = str(compact.dtype).removeprefix("torch.")
     loaded, loaded_tokenizer = kvcat.load(
         model, dtype=dtype or cache_dtype, device=device, tokenizer=tokenizer
     )
-    return loaded, loaded_tokenizer, compact.to(loaded.device)
+    caches = [each.to(loaded.device) for each in caches]
+    if len(caches) == 1:
+        return loaded, loaded_tokenizer, caches[0]
+    return loaded, loaded_tokenizer, kvcat.compose(loaded, caches, seam_tokens=seam_tokens)
 
 
 def pack(
     model: opt.Model,
     /,
-    cache: Path,
+    cache: opt.Files,
     output: opt.Output,
     head_dim: int | None = None,
     drop_log_bias: bool = False,
+    seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     overwrite: opt.Overwrite = False,
     device: opt.Device = "cpu",
 ) -> None:
-    """Write a saved cache as plain tensors for engines without kvcat.
+    """Write a saved cache, or several as one, as plain tensors for engines without kvcat.
 
     docs/serving.md shows how each engine reads the file. With --head-dim the file is for the
     widened checkpoint (`kvcat widen`), and keeps the log-bias and unequal numbers of slots per
@@ -48,19 +74,22 @@ def pack(
     Example: kvcat pack ./my-model --cache report.safetensors -o report.prefix --head-dim 80
 
     Args:
-        cache: Cache file that `kvcat compress` wrote.
+        cache: Cache files that `kvcat compress` wrote, one or several.
         output: File to write.
         head_dim: Head dimension of the widened checkpoint that will read the file.
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
-    opt.check_output(output, overwrite=overwrite, source=cache)
-    early.check_file(cache, "cache file")
+    files = check_caches(cache, seam_tokens)
+    for file in files:
+        opt.check_output(output, overwrite=overwrite, source=file)
     early.check_device(device)
     early.check_model(model)
 
     from kvcat.serving import export_prefix
 
-    loaded, _, compact = model_and_cache(model, cache, device=device, tokenizer=False)
+    loaded, _, compact = model_and_cache(
+        model, files, device=device, tokenizer=False, seam_tokens=seam_tokens
+    )
     plain = export_prefix(compact, loaded, output, drop_log_bias=drop_log_bias, head_dim=head_dim)
     print(
         f"{output}: {compact.mean_slots:g} slots per head; "
@@ -121,19 +150,37 @@ def _numbers(cache: "CompactCache") -> str:
     return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
 
 
-def info(file: Path, /) -> None:
-    """Describe a cache file without loading a model: slots, bytes saved, method, model.
+def info(file: tuple[Path, ...], /) -> None:
+    """Describe cache files without loading a model: slots, bytes saved, method, model.
 
     Example: kvcat info report.safetensors
 
     Args:
-        file: Cache file that `kvcat compress` wrote.
+        file: Cache files that `kvcat compress` wrote, one or several.
     """
-    early.check_file(file, "cache file")
+    if not file:
+        raise InputError("no cache file: name one or several")
+    for path in file:
+        early.check_file(path, "cache file")
 
     from kvcat.cache import CompactCache
 
-    cache = CompactCache.load(file)
+    caches = [CompactCache.load(path) for path in file]
+    for path, cache in zip(file, caches, strict=True):
+        if len(file) > 1:
+            print(f"{path}:")
+        _describe(cache)
+    if len(file) > 1:
+        num_tokens = sum(cache.num_tokens for cache in caches)
+        slots = sum(cache.mean_slots for cache in caches)
+        print(
+            f"together: {num_tokens} tokens in {slots:g} slots per layer and head, "
+            f"{sum(cache.nbytes for cache in caches):,} bytes"
+        )
+
+
+def _describe(cache: "CompactCache") -> None:
+    """Print a cache's size and how it was made."""
     keys = cache.layers[0].head(0, 0)[0]
     item_size = keys.itemsize if cache.bits is None else 2
     num_tokens = cache.num_tokens
@@ -143,7 +190,8 @@ def info(file: Path, /) -> None:
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
-    for size in ("num_slots", "mean_slots", "bits"):  # which other rows show
+    # which other rows show, or which only ``compose`` reads
+    for size in ("num_slots", "mean_slots", "bits", "first_ids", "first_slots"):
         settings.pop(size, None)
     rows = {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "

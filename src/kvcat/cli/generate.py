@@ -1,12 +1,12 @@
 """The command ``kvcat generate``: answers from a saved cache."""
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcat.choices import SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
-from kvcat.cli.cache_files import model_and_cache
+from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
 from kvcat.tokenization import check_text
 
@@ -18,26 +18,28 @@ if TYPE_CHECKING:
 def generate(
     model: opt.Model,
     /,
-    cache: Path,
+    cache: opt.Files,
     prompt: opt.Strings = (),
     max_new_tokens: opt.Count = 64,
     temperature: float = 0.0,
     allow_special: opt.AllowSpecial = False,
     packed: bool = False,
+    seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype | None = None,
 ) -> None:
-    """Answer prompts from a saved cache; prompts do not see each other or their answers.
+    """Answer prompts from saved caches; prompts do not see each other or their answers.
 
-    A cache made with --chat puts each prompt into the tokenizer's chat template. Of the model's
+    Several caches are composed: their documents follow one another in this order. A cache made with
+    --chat puts each prompt into the tokenizer's chat template. Of the model's
     generation settings, only the end-of-text tokens are used; the ignored ones are listed on
     standard error.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
 
     Args:
-        cache: Cache file that `kvcat compress` wrote.
+        cache: Cache files that `kvcat compress` wrote, one or several.
         prompt: Text that follows the document; may be given several times.
         max_new_tokens: Largest number of tokens in an answer.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
@@ -52,7 +54,9 @@ def generate(
         check_text(text, "--prompt")
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
-    early.check_file(cache, "cache file")
+    files = check_caches(cache, seam_tokens)
+    if packed and len(files) > 1:
+        raise InputError("--packed is for a single cache: composed caches are unpacked")
     early.check_device(device)
     early.check_model(model)
 
@@ -62,9 +66,11 @@ def generate(
     from kvcat.compress import question_ids
     from kvcat.models import left_out, plain_generation
 
-    loaded, tokenizer, compact = model_and_cache(model, cache, device=device, dtype=dtype)
+    loaded, tokenizer, compact = model_and_cache(
+        model, files, device=device, dtype=dtype, seam_tokens=seam_tokens
+    )
     if packed and compact.bits is None:
-        raise InputError(f"--packed: {cache} is not in 8 or 4 bits")
+        raise InputError(f"--packed: {files[0]} is not in 8 or 4 bits")
     questions = [
         question_ids(tokenizer, text, cache=compact, allow_special=allow_special)
         for text in prompts

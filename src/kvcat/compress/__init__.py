@@ -12,7 +12,7 @@ from kvcat.compress.compare import (
     smallest_cache,
     supervised_kl,
 )
-from kvcat.compress.compose import SEAM_TOKENS, append, compose
+from kvcat.compress.compose import append, compose
 from kvcat.compress.documents import INSTRUCTION, document_trace, question_ids, reconstruction
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
@@ -36,7 +36,6 @@ __all__ = [
     "COMPRESSORS",
     "INSTRUCTION",
     "SCORERS",
-    "SEAM_TOKENS",
     "SNAPSHOT_STEPS",
     "AttentionMatching",
     "Compressor",

@@ -9,7 +9,6 @@ from transformers import PreTrainedModel
 from kvcat.cache import (
     FIRST_IDS,
     FIRST_SLOTS,
-    NUM_FIRST,
     CompactCache,
     CompactLayer,
     Layer,
@@ -18,6 +17,7 @@ from kvcat.cache import (
     parse_first_ids,
     positions_by_head,
 )
+from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace, slot_facts
 from kvcat.errors import InputError
@@ -25,7 +25,6 @@ from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
 
-SEAM_TOKENS = 8
 _OF_ONE_DOCUMENT = ("document", FIRST_SLOTS, "bits", "held_out_kl")
 """Metadata that is not true of several documents, or of a longer one."""
 
