@@ -13,7 +13,7 @@ from kvcat.cache.first_tokens import (
     positions_by_head,
 )
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
-from kvcat.cache.layers import PrefixLayer, layer_windows
+from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
 from kvcat.cache.quantized import (
     BITS,
     Bits,
@@ -27,6 +27,7 @@ from kvcat.cache.quantized import (
 )
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
+from kvcat.cache.states import LayerState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
     "Grid",
     "Head",
     "Layer",
+    "LayerState",
     "PackedHead",
     "PrefixCache",
     "PrefixLayer",
@@ -64,7 +66,9 @@ __all__ = [
     "most_bytes_per_slot",
     "parse_first_ids",
     "positions_by_head",
+    "recurrent_layers",
     "rope_border",
     "rope_factors",
     "round_values",
+    "state_layers",
 ]  # fmt: skip

@@ -169,7 +169,7 @@ def compact_cache(
             overflowed.
     """
     _check_finite(layers, method, options)
-    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, states=trace.states)
     facts = {
         "method": method,
         **slot_facts(cache),

@@ -12,6 +12,7 @@ from kvcat.cache import (
     CompactCache,
     CompactLayer,
     Layer,
+    LayerState,
     check_batch_of_ids,
     count_before,
     parse_first_ids,
@@ -58,6 +59,11 @@ def compose(
             more tokens than the model has positions.
     """
     _check(model, caches, seam_tokens)
+    if len(caches) > 1 and any(cache.states for cache in caches):
+        raise InputError(
+            f"{type(model).__name__}: layers with a sliding window shorter than the document or "
+            "with a recurrent state keep the state of one document: compress them as one text"
+        )
     if refit is not None:
         _check_refit(refit, caches)
     if len(caches) == 1:
@@ -73,7 +79,8 @@ def compose(
         layers = [[layer] for layer in map(_heads_of, composed.ordinary_layers())]
         if num_seam:
             ids = parse_first_ids(cache.metadata[FIRST_IDS])[:, :num_seam]
-            for layer, added in zip(layers, _encoded(model, composed, ids), strict=True):
+            seam, _ = _encoded(model, composed, ids)
+            for layer, added in zip(layers, seam, strict=True):
                 layer.append(added)
         rotation = KeyRotation(model, start)
         for index, (layer, heads) in enumerate(zip(layers, slots, strict=True)):
@@ -107,10 +114,10 @@ def append(
         raise InputError(f"{len(input_ids)} rows of tokens for {cache.batch_size} examples")
     num_tokens = cache.num_tokens + input_ids.shape[1]
     _check_positions(model, num_tokens)
-    added = _encoded(model, cache, input_ids)
+    added, states = _encoded(model, cache, input_ids)
     pairs = zip(map(_heads_of, cache.ordinary_layers()), added, strict=True)
     layers = [_joined([held, new]) for held, new in pairs]
-    longer = replace(cache, layers=layers, num_tokens=num_tokens)
+    longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
     metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
     metadata |= slot_facts(longer)
     metadata["appended"] = str(int(metadata.get("appended", "0")) + input_ids.shape[1])
@@ -240,18 +247,21 @@ def _moved(heads: _Heads, rotation: KeyRotation, layer: int) -> _Heads:
 
 def _encoded(
     model: PreTrainedModel, cache: CompactCache, input_ids: Int[Tensor, "batch new"]
-) -> list[_Heads]:
-    """The exact slots of tokens that follow a compact cache, per layer."""
+) -> tuple[list[_Heads], dict[int, LayerState]]:
+    """The exact slots of tokens that follow a compact cache, per layer, and the states then."""
     num_new = input_ids.shape[1]
     padded = replace(cache, layers=[layer.padded() for layer in cache.ordinary_layers()])
+    past = padded.to_transformers(model)
     with frozen(model):
         captured = capture(
             model,
             input_ids.to(model.device),
             query_positions=torch.arange(0),
             hidden_start=num_new - 1,
-            past=padded.to_transformers(model),
+            past=past,
+            layers=cache.layer_numbers,
         )
+    states = {number: LayerState.of(past.layers[number]) for number in cache.states}
     positions = torch.arange(cache.num_tokens, cache.num_tokens + num_new, device=model.device)
     layers = []
     for keys, values in zip(captured.keys, captured.values, strict=True):
@@ -262,7 +272,7 @@ def _encoded(
             positions.expand(*keys.shape[:2], -1),
         )
         layers.append(_heads_of(layer))
-    return layers
+    return layers, states
 
 
 def _metadata(

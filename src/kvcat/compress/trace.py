@@ -13,6 +13,7 @@ from kvcat.cache import (
     CompactLayer,
     Factors,
     Head,
+    LayerState,
     document_digest,
     first_ids,
 )
@@ -80,6 +81,8 @@ class Trace:
         rope: the rotary factors of all keys and queries, "short" or "long"; None if they do not
             depend on the length of the text.
         room: number of tokens that were planned to follow the prefix; None: those of the suffix.
+        states: of the layers that are not compressed, after the prefix, by number of the layer
+            (``CompactCache``). "Per layer" means the other layers, in their order.
     """
 
     model: PreTrainedModel
@@ -102,6 +105,13 @@ class Trace:
     about: Mapping[str, str] = field(default_factory=dict)
     rope: Factors | None = None
     room: int | None = None
+    states: Mapping[int, LayerState] = field(default_factory=dict)
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The number in the model of each layer that is compressed."""
+        total = len(self.keys) + len(self.states)
+        return [number for number in range(total) if number not in self.states]
 
     @property
     def max_slots(self) -> int:
@@ -131,7 +141,7 @@ class Trace:
             CompactLayer(keys, values, bias).without_absent()
             for keys, values, bias in zip(self.keys, self.values, biases, strict=True)
         ]
-        cache = CompactCache(layers, self.prefix_len, self.fingerprint)
+        cache = CompactCache(layers, self.prefix_len, self.fingerprint, states=self.states)
         facts = {"method": "dense", **slot_facts(cache), **self.facts()}
         return replace(cache, metadata=facts)
 
@@ -193,6 +203,7 @@ class Trace:
                 query_positions=torch.arange(start, self.prefix_len),
                 hidden_start=self.prefix_len - 1,
                 rope=self.rope,
+                layers=self.layer_numbers,
             )
         return captured.queries
 

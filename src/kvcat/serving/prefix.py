@@ -52,6 +52,11 @@ def plain_prefix(
             without a head_dim, heads of unequal slots in a layer, or a log-bias that may not be
             dropped.
     """
+    if cache.states:
+        raise InputError(
+            f"{type(model).__name__}: engines have no place for the states of sliding windows and "
+            "recurrent layers that are kept whole"
+        )
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
     cache = cache.unpacked()

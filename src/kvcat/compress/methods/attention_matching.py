@@ -210,7 +210,8 @@ class AttentionMatching(_Options):
         curves: dict[HeadIndex, Curve] = {}
         curve_sizes = {number for size in sizes for number in slot_sizes(size, trace.max_slots)}
         # an error counts relative to the stream that it is added to
-        gains = output_gains(trace.model, [keys.shape[1] for keys in trace.keys])
+        kv_heads = [keys.shape[1] for keys in trace.keys]
+        gains = output_gains(trace.model, kv_heads, trace.layer_numbers)
         for group in _with_progress(heads.groups_for_scores(), "attention of the prefix"):
             batch = heads.load(group)
             attention = dense_attention(batch)
