@@ -77,11 +77,11 @@ def measure(model: Any, texts: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
     dense = [trace.dense_cache() for trace in traces]
     for seam in SEAMS:
         yield row(f"seam {seam}", 1.0, kvcat.compose(model, dense, seam_tokens=seam))
-    own = [
+    from_one = [
         alone(judge, kvcat.trace(model, text, DOCUMENT))
         for judge, text in zip(judges, texts, strict=True)
     ]
-    left_out = {"first": own[0].item(), "second": own[1].item()}
+    left_out = {"first": from_one[0].item(), "second": from_one[1].item()}
     yield {"row": "other document left out", "keep": 1.0, "seconds": 0.0, "slots": 512, **left_out}
     method = kvcat.AttentionMatching()
     for keep in KEEPS:

@@ -145,8 +145,8 @@ def test_composing_one_cache_is_that_cache(double, pair):
 
 
 def test_three_documents_stand_in_their_order_and_slots_keep_values_and_log_bias(double, pair):
-    parts = [AttentionMatching()(trace, num_slots=7) for trace in (*pair, pair[0])]
-    composed = kvcat.compose(double, parts, seam_tokens=4)
+    caches = [AttentionMatching()(trace, num_slots=7) for trace in (*pair, pair[0])]
+    composed = kvcat.compose(double, caches, seam_tokens=4)
     assert composed.num_tokens == 2 * FIRST + SECOND
     assert composed.metadata["documents"] == f"{FIRST} {SECOND} {FIRST}"
     for index, layer in enumerate(composed.layers):
@@ -158,7 +158,7 @@ def test_three_documents_stand_in_their_order_and_slots_keep_values_and_log_bias
         for seam in seams:
             assert int(seam.sum()) == 4 * layer.counts.numel()
             assert not layer.log_bias[seam].any()
-        kept = parts[1].layers[index]
+        kept = caches[1].layers[index]
         moved = (positions >= FIRST + 4) & (positions < FIRST + SECOND)
         assert torch.equal(layer.values[moved], _flat(kept, "values"))
         assert torch.equal(layer.log_bias[moved], _flat(kept, "log_bias"))
@@ -171,9 +171,9 @@ def _flat(layer, name):
 
 
 def test_a_row_of_a_batch_is_composed_as_it_is_alone(double, pair):
-    parts = [AttentionMatching()(trace, num_slots=7) for trace in pair]
-    row = kvcat.compose(double, [part.select([1]) for part in parts])
-    together = kvcat.compose(double, parts).select([1])
+    caches = [AttentionMatching()(trace, num_slots=7) for trace in pair]
+    row = kvcat.compose(double, [cache.select([1]) for cache in caches])
+    together = kvcat.compose(double, caches).select([1])
     first, second = (kvcat.replay(double, cache, QUESTION[1:]) for cache in (row, together))
     torch.testing.assert_close(first, second)
 
@@ -195,26 +195,26 @@ def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_token
 
 
 def test_a_composed_cache_is_saved_loaded_and_composed_again(double, pair, tmp_path):
-    parts = [AttentionMatching()(trace, num_slots=7) for trace in pair]
+    caches = [AttentionMatching()(trace, num_slots=7) for trace in pair]
     loaded = []
-    for number, part in enumerate(parts):
-        part.save(tmp_path / f"{number}.safetensors")
+    for number, cache in enumerate(caches):
+        cache.save(tmp_path / f"{number}.safetensors")
         loaded.append(CompactCache.load(tmp_path / f"{number}.safetensors", double))
     composed = kvcat.compose(double, loaded)
     composed.save(tmp_path / "both.safetensors")
     both = CompactCache.load(tmp_path / "both.safetensors", double)
-    again = kvcat.compose(double, [parts[0], both])
-    at_once = kvcat.compose(double, [parts[0], *parts])
+    again = kvcat.compose(double, [caches[0], both])
+    at_once = kvcat.compose(double, [caches[0], *caches])
     assert again.num_tokens == at_once.num_tokens == 2 * FIRST + SECOND
     assert again.mean_slots == at_once.mean_slots
 
 
 def test_a_joint_refit_fits_the_documents_read_together_better(double, pair):
-    parts = [AttentionMatching()(trace, num_slots=10) for trace in pair]
+    caches = [AttentionMatching()(trace, num_slots=10) for trace in pair]
     text = torch.cat([A, B, QUESTION], dim=1)
     joint = kvcat.trace(double, text, FIRST + SECOND)
-    plain = kvcat.compose(double, parts)
-    fitted = kvcat.compose(double, parts, refit=joint)
+    plain = kvcat.compose(double, caches)
+    fitted = kvcat.compose(double, caches, refit=joint)
     kls = [kvcat.compare(joint, cache).kl.mean() for cache in (plain, fitted)]
     assert kls[1] < 0.7 * kls[0]
     for layer, like in zip(fitted.layers, plain.layers, strict=True):
@@ -237,7 +237,7 @@ def test_what_cannot_be_composed_is_rejected_by_name(double, pair, windows):
     assert kvcat.compose(double, [one, bare], seam_tokens=0).num_tokens == FIRST + SECOND
     suffixed = kvcat.trace(double, torch.cat([B, QUESTION], dim=1), SECOND)
     trained = GradientCompression(num_steps=1)(suffixed, num_slots=7)
-    assert "which tokens its slots stand for" in refusal(kvcat.compose, double, [one, trained])
+    assert "which tokens its slots represent" in refusal(kvcat.compose, double, [one, trained])
     assert kvcat.compose(double, [one, trained], seam_tokens=0).mean_slots == 14
     joint = kvcat.trace(double, A, supervision="self")
     assert "refit is a trace of 2 prefixes" in refusal(

@@ -254,8 +254,8 @@ def test_a_trace_of_the_document_alone_in_chunks_and_in_few_bits_works(name):
     assert packed.nbytes < method(alone, num_slots=10).nbytes
     assert kvcat.replay(model, packed, ids[:, PREFIX:]).isfinite().all()
     judged = kvcat.trace(model, ids, PREFIX)
-    found = smallest_cache(judged, kvcat.AttentionMatching("known"), max_kl=1.0)
-    assert found.kl <= 1.0
+    smallest = smallest_cache(judged, kvcat.AttentionMatching("known"), max_kl=1.0)
+    assert smallest.kl <= 1.0
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -282,7 +282,8 @@ def test_what_needs_the_keys_of_every_layer_is_rejected_by_name(tmp_path):
     assert "Gemma3ForCausalLM" in refusal(kvcat.serving.plain_prefix, cache, model)
     assert "static_tokens" in refusal(cache.inputs, model, tokens()[:, :3], static_tokens=8)
     other = loud_model("mistral", sliding_window=WINDOW, head_dim=8)
-    assert "all layers have a sliding window of 8" in refusal(kvcat.trace, other, tokens(), PREFIX)
+    message = refusal(kvcat.trace, other, tokens(), PREFIX)
+    assert "MistralForCausalLM: every layer has a sliding window of 8 tokens" in message
 
 
 @pytest.mark.parametrize("name", RECURRENT)

@@ -246,10 +246,11 @@ def _checked_states(
     num_layers = int(entries["num_layers"]) + len(expected)
     if sorted(by_layer) != expected or any(number >= num_layers for number in expected):
         raise InputError(f"{name} has states of layers {sorted(by_layer)}, not of {expected}")
-    for number, found in by_layer.items():
-        if len({"keys", "values"} & set(found)) == 1:
+    for number, state_tensors in by_layer.items():
+        if len({"keys", "values"} & set(state_tensors)) == 1:
             raise InputError(f"{name}, state of layer {number}: no keys or no values")
-    return {number: LayerState(found) for number, found in by_layer.items()}, others
+    states = {number: LayerState(state_tensors) for number, state_tensors in by_layer.items()}
+    return states, others
 
 
 def _quantized_layers(

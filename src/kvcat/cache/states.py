@@ -6,7 +6,7 @@ space or a short convolution has a state of fixed size. Such states do not grow 
 are kept whole behind a compact prefix.
 """
 
-# pyright: reportIncompatibleMethodOverride=false
+# pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,7 +79,8 @@ class LayerState:
             InputError: a kind of layer that kvcat does not know.
         """
         if isinstance(layer, DynamicSlidingWindowLayer):
-            return LayerState({"keys": layer.keys.clone(), "values": layer.values.clone()})
+            states: dict[str, Any] = {"keys": layer.keys, "values": layer.values}
+            return LayerState({name: tensor.clone() for name, tensor in states.items()})
         if not isinstance(layer, LinearAttentionLayer):
             raise InputError(
                 f"the state of a layer of kind {type(layer).__name__} is not supported"
@@ -111,8 +112,8 @@ class WindowState(DynamicSlidingWindowLayer):
 
     def reset(self) -> None:
         """Drop the tokens after the prefix."""
-        self.keys = self.state.tensors["keys"]
-        self.values = self.state.tensors["values"]
+        self.keys: Tensor = self.state.tensors["keys"]
+        self.values: Tensor = self.state.tensors["values"]
         self.dtype = self.keys.dtype
         self.device = self.keys.device
         self.cumulative_length = self.num_tokens
@@ -169,7 +170,8 @@ class RecurrentState(LinearAttentionLayer):
     ) -> Float[Tensor, "batch ..."]:
         """The state before, followed by the new one."""
         if self.read_only:
-            return torch.cat([self.conv_states[state_idx], conv_states], dim=-1)  # type: ignore[list-item]
+            earlier: Any = self.conv_states[state_idx]
+            return torch.cat([earlier, conv_states], dim=-1)
         return super().update_conv_state(conv_states, state_idx, **options)
 
     def update_recurrent_state(

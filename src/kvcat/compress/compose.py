@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -85,7 +86,7 @@ def compose(
         rotation = KeyRotation(model, start)
         for index, (layer, heads) in enumerate(zip(layers, slots, strict=True)):
             layer.append(_moved(heads, rotation, index))
-        joined = [_joined(parts) for parts in layers]
+        joined = [_joined(sections) for sections in layers]
         composed = replace(composed, layers=joined, num_tokens=start + cache.num_tokens)
     composed = replace(composed, metadata=_metadata(caches, composed, seam_tokens))
     return composed if refit is None else refit_slots(refit, composed)
@@ -163,30 +164,29 @@ def _heads_of(layer: Layer) -> _Heads:
     return heads
 
 
-def _joined(parts: Sequence[_Heads]) -> Layer:
-    """A layer of the slots of all parts, one behind the other in every head."""
-    heads = [head for part in parts for example in part for head in example]
+def _joined(sections: Sequence[_Heads]) -> Layer:
+    """A layer of the slots of all sections, one behind the other in every head."""
+    heads = [head for section in sections for example in section for head in example]
     has_bias = any(head.log_bias is not None for head in heads)
     has_positions = all(head.positions is not None for head in heads)
-    keys, values, biases, positions = [], [], [], []
-    for pieces_of_example in zip(*parts, strict=True):
-        rows: list[list[Tensor]] = [[], [], [], []]
-        for pieces in zip(*pieces_of_example, strict=True):
-            rows[0].append(torch.cat([piece.keys for piece in pieces]))
-            rows[1].append(torch.cat([piece.values for piece in pieces]))
-            if has_bias:
-                rows[2].append(torch.cat([_bias_of(piece) for piece in pieces]))
-            if has_positions:
-                rows[3].append(torch.cat([piece.positions for piece in pieces]))  # type: ignore[misc]
-        for all_rows, row in zip((keys, values, biases, positions), rows, strict=True):
-            all_rows.append(row)
-    return CompactLayer.ragged(
-        keys, values, biases if has_bias else None, positions if has_positions else None
-    )
+    states: dict[str, list[list[Tensor]]] = {"keys": [], "values": []}
+    if has_bias:
+        states["log_bias"] = []
+    if has_positions:
+        states["positions"] = []
+    for sections_of_example in zip(*sections, strict=True):
+        for rows in states.values():
+            rows.append([])
+        for pieces in zip(*sections_of_example, strict=True):
+            for name, rows in states.items():
+                rows[-1].append(torch.cat([_tensor_of(piece, name) for piece in pieces]))
+    return CompactLayer.ragged(**states)
 
 
-def _bias_of(head: _Head) -> Float[Tensor, " slots"]:
-    """The head's log-bias, in at least float32; 0 if it has none."""
+def _tensor_of(head: _Head, name: str) -> Tensor:
+    """One of the head's tensors; a log-bias in at least float32, 0 if the head has none."""
+    if name != "log_bias":
+        return getattr(head, name)
     dtype = torch.promote_types(head.keys.dtype, torch.float32)
     if head.log_bias is None:
         return head.keys.new_zeros(len(head.keys), dtype=dtype)
@@ -204,30 +204,43 @@ def _slots_behind(
         InputError: it does not record them, and ``required`` says that it must.
     """
     layers = [_heads_of(layer) for layer in cache.ordinary_layers()]
-    if all(head.positions is not None for layer in layers for row in layer for head in row):
-        return [
-            [[head.kept(head.positions >= num_tokens) for head in row] for row in layer]  # type: ignore[operator]
-            for layer in layers
-        ]
+    heads = [head for layer in layers for row in layer for head in row]
+    if all(head.positions is not None for head in heads):
+        return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
     if cache.mean_slots == cache.num_tokens:
         counts = [torch.full_like(layer.counts, num_tokens) for layer in cache.layers]
     elif FIRST_SLOTS in cache.metadata:
-        of_layers = [layer.counts for layer in cache.layers]
-        counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, of_layers)
+        counts_of_layers = [layer.counts for layer in cache.layers]
+        counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, counts_of_layers)
     elif required:
         raise InputError(
-            f"{name} does not record which tokens its slots stand for ({_made_by(cache)}), so that "
-            "its first tokens cannot be encoded again: give seam_tokens=0"
+            f"{name} does not record which tokens its slots represent (method "
+            f"{_fact(cache, 'method')}), so that its first tokens cannot be encoded again: give "
+            "seam_tokens=0"
         )
     else:
         return layers
     return [
-        [
-            [head.kept(slice(int(counts[index][example, number]), None)) for number, head in heads]
-            for example, heads in ((e, list(enumerate(row))) for e, row in enumerate(layer))
-        ]
-        for index, layer in enumerate(layers)
+        _without_first(layer, layer_counts)
+        for layer, layer_counts in zip(layers, counts, strict=True)
     ]
+
+
+def _from(head: _Head, position: int) -> _Head:
+    """The slots of the tokens at a position and after."""
+    positions: Any = head.positions
+    return head.kept(positions >= position)
+
+
+def _without_first(heads: _Heads, counts: Int[Tensor, "batch kv_heads"]) -> _Heads:
+    """The heads of a layer, each without its first slots, as many as ``counts`` has."""
+    rows = []
+    for row, counts_of_row in zip(heads, counts.tolist(), strict=True):
+        kept = [
+            head.kept(slice(count, None)) for head, count in zip(row, counts_of_row, strict=True)
+        ]
+        rows.append(kept)
+    return rows
 
 
 def _moved(heads: _Heads, rotation: KeyRotation, layer: int) -> _Heads:
@@ -292,10 +305,6 @@ def _metadata(
 
 def _fact(cache: CompactCache, key: str) -> str:
     return cache.metadata.get(key, "unknown")
-
-
-def _made_by(cache: CompactCache) -> str:
-    return f"method {_fact(cache, 'method')}"
 
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:

@@ -15,6 +15,7 @@ from kvcat.cache import (
     check_batch_of_ids,
     fingerprint,
     layer_windows,
+    recurrent_layers,
     rope_factors,
     state_layers,
 )
@@ -289,10 +290,12 @@ def _split_layers(
     compressed = [layer for layer in range(num_layers) if layer not in whole]
     if not compressed:
         windows = {window for window in layer_windows(model.config) if window is not None}
-        listed = " and ".join(str(window) for window in sorted(windows))
+        reasons = [f"a sliding window of {window} tokens" for window in sorted(windows)]
+        if recurrent_layers(model.config):
+            reasons.append("a recurrent state")
         raise InputError(
-            f"{name}: all layers have a sliding window of {listed} tokens, shorter than the "
-            f"sequence of {num_tokens}, or a recurrent state: there is no cache to compress"
+            f"{name}: every layer has {' or '.join(reasons)}, and the sequence has {num_tokens} "
+            "tokens: there is no cache that grows with it, and nothing to compress"
         )
     return whole, compressed
 

@@ -62,23 +62,25 @@ class WideRotation(NamedTuple):
 class JoinedPrefix(NamedTuple):
     """Packed caches of several documents, one behind the other; used as a ``Prefix``."""
 
-    parts: tuple[Prefix, ...]
+    documents: tuple[Prefix, ...]
     rotation: WideRotation
 
     @property
     def digest(self) -> str:
         """A hash of the files' checksums, in their order."""
-        return hashlib.sha256(" ".join(part.digest for part in self.parts).encode()).hexdigest()
+        return hashlib.sha256(
+            " ".join(document.digest for document in self.documents).encode()
+        ).hexdigest()
 
     @property
     def num_slots(self) -> int:
         """Slots of every head, and the position of the next token."""
-        return sum(part.num_slots for part in self.parts)
+        return sum(document.num_slots for document in self.documents)
 
     @property
     def chat(self) -> bool:
         """Whether the first document opens a user's turn in the chat template."""
-        return self.parts[0].chat
+        return self.documents[0].chat
 
     def load(self) -> list[LayerStates]:
         """Keys and values of every layer.
@@ -86,56 +88,60 @@ class JoinedPrefix(NamedTuple):
         Raises:
             InputError: a file is damaged or has changed.
         """
-        loaded = [part.load() for part in self.parts]
-        hidden = [None, *(_sinks(part) for part in self.parts[1:])]
-        num_tokens = sum(part.num_tokens for part in self.parts)
+        loaded = [document.load() for document in self.documents]
+        hidden = [None, *(_sinks(document) for document in self.documents[1:])]
+        num_tokens = sum(document.num_tokens for document in self.documents)
         states = []
         for layer, is_rotated in enumerate(self.rotation.rotated):
             keys = []
             start = 0  # of a document, tokens
-            for part, states_of_part, sinks in zip(self.parts, loaded, hidden, strict=True):
-                shift = start - (num_tokens - self.num_slots) + part.num_tokens - part.num_slots
-                own_keys = states_of_part[layer][0]
+            for document, states_of_document, sinks in zip(
+                self.documents, loaded, hidden, strict=True
+            ):
+                shift = (
+                    start - (num_tokens - self.num_slots) + document.num_tokens - document.num_slots
+                )
+                own_keys = states_of_document[layer][0]
                 moved = self.rotation(own_keys, shift) if is_rotated else own_keys.clone()
                 if sinks is not None:
                     moved[sinks[layer], 0, self.rotation.bias_channel] = UNSEEN
                 keys.append(moved)
-                start += part.num_tokens
-            values = [states_of_part[layer][1] for states_of_part in loaded]
+                start += document.num_tokens
+            values = [states_of_document[layer][1] for states_of_document in loaded]
             states.append((torch.cat(keys, dim=1), torch.cat(values, dim=1)))
         return states
 
 
-def join(parts: Sequence[Prefix], rotation: WideRotation | None) -> Prefix | JoinedPrefix:
+def join(documents: Sequence[Prefix], rotation: WideRotation | None) -> Prefix | JoinedPrefix:
     """One prefix of the documents of several packed caches; a single one is returned unchanged.
 
     Args:
-        parts: at least one.
+        documents: at least one.
         rotation: of the served model; None: several caches are rejected.
 
     Raises:
         InputError: several caches that cannot be joined.
     """
-    if len(parts) == 1:
-        return parts[0]
+    if len(documents) == 1:
+        return documents[0]
     if rotation is None:
         raise InputError("several caches in a request need the rotation of a widened model")
-    for number, part in enumerate(parts[1:], start=2):
-        if part.chat:
+    for number, document in enumerate(documents[1:], start=2):
+        if document.chat:
             raise InputError(
                 f"document {number} opens a turn of the chat template: compress all documents but "
                 "the first without --chat"
             )
-    if any(part.num_tokens < part.num_slots for part in parts):
+    if any(document.num_tokens < document.num_slots for document in documents):
         raise InputError("a packed cache has more slots than its document has tokens")
-    return JoinedPrefix(tuple(parts), rotation)
+    return JoinedPrefix(tuple(documents), rotation)
 
 
-def _sinks(part: Prefix) -> list[Tensor] | None:
+def _sinks(document: Prefix) -> list[Tensor] | None:
     """Per layer, the heads whose first slot is the document's first token; None: not recorded."""
-    if not part.first_slots:
+    if not document.first_slots:
         return None
-    num_layers, num_heads, _ = part.shape
+    num_layers, num_heads, _ = document.shape
     heads = [torch.ones(1, num_heads, dtype=torch.long)] * num_layers
-    counts = count_before(part.first_slots, 1, heads)
+    counts = count_before(document.first_slots, 1, heads)
     return [layer_counts[0] > 0 for layer_counts in counts]

@@ -1,9 +1,9 @@
 """Compact caches in vLLM: a connector that fills the first slots of a request from a packed cache.
 
-A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``, or several in a list. The middleware replaces its
-text by placeholders for the slots and the tokens of the question. It answers a wrong name or file
-with status 400. Requests may bypass the middleware, so the connector checks again: if a request
-does not fit, it alone fails.
+A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``, or several in a list. The
+middleware replaces its text by placeholders for the slots and the tokens of the question. It
+answers a wrong name or file with status 400. Requests may bypass the middleware, so the connector
+checks again: if a request does not fit, it alone fails.
 
 The scheduler's side of the connector reports how many tokens the cache brings. The worker's side
 writes keys and values with the attention implementation's ``do_kv_cache_update``, which knows the
