@@ -232,12 +232,15 @@ def layer_windows(config: Any) -> list[int | None]:
     A layer with a recurrent state has None as well (``recurrent_layers``).
 
     Raises:
-        InputError: a layer of another kind, or one that shares another's keys and values.
+        InputError: a layer of another kind, one that shares another's keys and values, or no layer
+            with keys and values.
     """
     config = config.get_text_config(decoder=True)
     windows = _windows_of_kinds(config)
-    for kind in _layer_kinds(config):
-        if kind not in windows and kind not in _RECURRENT_KINDS:
+    kinds = _layer_kinds(config)
+    has_keys = any(kind in windows for kind in kinds)
+    for kind in kinds:
+        if kind not in windows and not (has_keys and kind in _RECURRENT_KINDS):
             raise InputError(
                 f"{config.model_type}: layers of type {kind!r} keep no keys and values to compress"
             )
@@ -245,7 +248,7 @@ def layer_windows(config: Any) -> list[int | None]:
         raise InputError(
             f"{config.model_type}: layers that share keys and values are not supported"
         )
-    return [windows.get(kind) for kind in _layer_kinds(config)]
+    return [windows.get(kind) for kind in kinds]
 
 
 def recurrent_layers(config: Any) -> list[int]:
