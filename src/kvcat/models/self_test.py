@@ -127,6 +127,11 @@ def _complaint(model: PreTrainedModel) -> str | None:
     whole = state_layers(model.config, example.tokens.shape[1])
     compacted = [layer for layer in range(len(decoder_layers(model))) if layer not in whole]
     attending = [layer for layer in range(len(decoder_layers(model))) if layer not in recurrent]
+    passes = None
+    if not recurrent:  # with recurrent states there is no masked pass
+        passes = _run_both_passes(model, example.tokens, example.keep)
+        if not same(logits_from_hidden(model, passes[1].dense_hidden), example.logits):
+            return "the dense rows differ from the stock model"
     captured = capture(model, example.tokens, layers=attending)
     if not same(logits_from_hidden(model, captured.hidden), example.logits):
         return "its hidden states differ from the stock model"
@@ -135,12 +140,9 @@ def _complaint(model: PreTrainedModel) -> str | None:
         if complaint is not None:
             return complaint
     output_gains(model, [keys.shape[1] for keys in captured.keys], attending)
-    if recurrent:  # MaskedPass rejects it
+    if passes is None:
         return None
-    policies, output = _run_both_passes(model, example.tokens, example.keep)
-    dense = logits_from_hidden(model, output.dense_hidden)
-    if not same(dense, example.logits):
-        return "the dense rows differ from the stock model"
+    policies, output = passes
     with suppress(InputError):  # compression methods work without turned keys
         KeyRotation(model, example.tokens.shape[1] // 2)
     masked = logits_from_hidden(model, output.masked_hidden)
