@@ -16,7 +16,7 @@ class Absent:
     def find_spec(self, name, path=None, target=None):
         if name.partition(".")[0] == self.package:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
-        return None
+        return
 
 
 @pytest.fixture

@@ -13,3 +13,8 @@ Supervision = Literal[SuffixSupervision, DocumentSupervision]
 
 Bos = Literal["auto", "always", "never"]
 """The tokens at the start of a text: the tokenizer's (auto), at least BOS, or none."""
+
+NUM_FIRST = 16
+"""First tokens of a document whose ids a compact cache records."""
+SEAM_TOKENS = 8
+"""First tokens of every later document that ``kvcat.compose`` encodes again, by default."""

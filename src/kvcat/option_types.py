@@ -46,6 +46,14 @@ Seed = Annotated[
     tyro.conf.arg(help="Seed of all random draws."),
 ]
 Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
+Files = tyro.conf.UseAppendAction[tuple[tuple[Path, ...], ...]]
+SeamTokens = Annotated[
+    int,
+    tyro.conf.arg(
+        help="With several caches: first tokens of every later document that are encoded again "
+        "behind the documents before it, 0 to 16."
+    ),
+]
 Fractions = tyro.conf.UseAppendAction[tuple[tuple[Fraction, ...], ...]]
 Counts = tyro.conf.UseAppendAction[tuple[tuple[Count, ...], ...]]
 Seeds = tyro.conf.UseAppendAction[tuple[tuple[Seed, ...], ...]]

@@ -154,7 +154,10 @@ DAMAGED_TENSORS = [
 
 DEEP = "[" * 100_000
 DAMAGED_ENTRIES = [
-    ({"format": "kvcat-compact-cache-3"}, "has format 3; this version of kvcat reads 2 and 3$"),
+    (
+        {"format": "kvcat-compact-cache-3"},
+        "has format 3; this version of kvcat reads 2, 3 and 4$",
+    ),
     ({"format": "pt"}, "is not a compact cache of kvcat"),
     ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),
     ({"num_tokens": None}, "num_tokens"),

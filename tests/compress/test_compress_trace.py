@@ -138,7 +138,7 @@ def test_traces_that_cannot_be_are_rejected(model, windows):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
     model = loud_model("mistral", sliding_window=20)
     with pytest.raises(
-        InputError, match=r"MistralForCausalLM: a sliding window of 20 tokens is shorter than .* 24"
+        InputError, match=r"MistralForCausalLM: every layer has a sliding window of 20 .* 24"
     ):
         trace(model, windows[:, :24], 12)
     assert trace(model, windows[:, :20], 12).prefix_len == 12

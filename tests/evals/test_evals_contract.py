@@ -19,6 +19,7 @@ ROWS = {  # options of a small task
     "ruler": {"tasks": (("niah_single",),), "length": ((400,),), "per_task": 2},
     "longbench": {"data": "LONGBENCH", "sub_domain": (("all",),), "max_tokens": 700, "limit": 2},
     "qa": {"data": "QA", "limit": 1},
+    "tools": {"num_functions": 2, "cases": 2},
 }
 
 

@@ -1,7 +1,6 @@
-"""Tiny models with random weights, and a float64 that stays float64 (a helper of the tests)."""
+"""Tiny models with random weights (a helper of the tests)."""
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 from tiny import loud_model
 
@@ -43,22 +42,3 @@ def some_ids(length=12, seed=0):
 
 def supported(kind, **options):
     return tiny(kind, **SUPPORTED[kind], **options)
-
-
-class StaysDouble(TorchFunctionMode):
-    """Norms, rotary embeddings and softmax of transformers compute in float32; here float64 stays
-    float64."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = dict(kwargs or {})
-        if func in (torch.Tensor.to, torch.Tensor.float) and args[0].dtype == torch.float64:
-            target = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
-            if func is torch.Tensor.float or target == [torch.float32]:
-                return args[0]
-        if (
-            kwargs.get("dtype") is torch.float32
-            and args
-            and getattr(args[0], "dtype", None) == torch.float64
-        ):
-            kwargs["dtype"] = torch.float64
-        return func(*args, **kwargs)

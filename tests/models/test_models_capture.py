@@ -5,12 +5,13 @@ from io import StringIO
 
 import pytest
 import torch
-from models_zoo import SUPPORTED, StaysDouble, some_ids, supported
+from models_zoo import SUPPORTED, some_ids, supported
 from tqdm import tqdm
 
 from kvcat.cache import CACHE_NAME
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
+from stays_double import StaysDouble
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
-from models_zoo import StaysDouble
 from torch import nn
 from torch.nn import functional
 from transformers import AttentionInterface
@@ -19,6 +18,7 @@ from kvcat.losses import budget_loss, distillation_kl, next_token_loss
 from kvcat.models import MaskedPass, logits_from_hidden
 from kvcat.policies import build_policies
 from naive import allowed, attention_mass, masked_attention, router_scores
+from stays_double import StaysDouble
 from tiny import stock_model
 
 SIZES = {

@@ -54,7 +54,7 @@ def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder
         with pytest.raises(InputError, match=message) as refused:
             caches.find(name)
         assert str(caches.folder) not in str(refused.value)
-    for name in (None, 5, ["report-1.a_b"], {}):
+    for name in (None, 5, [], [5], [["report-1.a_b"]], {}):
         with pytest.raises(InputError, match="is no name of a cache"):
             caches.find(name)
     with pytest.raises(InputError, match="no folder of caches"):

@@ -106,6 +106,8 @@ def kvcat_attention(
     if kv_record is not None:
         kv_record(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
+    if kwargs.get("s_aux") is not None:  # which SDPA would leave out without an error
+        _reject_unsupported(module, stock)
     carried = carried_by(key)
     # several queries after a cache: transformers would need a real mask
     is_causal_tail = (

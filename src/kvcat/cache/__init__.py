@@ -3,8 +3,17 @@
 from kvcat.cache.adapters import check_no_adapters
 from kvcat.cache.compact import CompactCache, document_digest
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
+from kvcat.cache.first_tokens import (
+    FIRST_IDS,
+    FIRST_SLOTS,
+    count_before,
+    first_ids,
+    first_slots,
+    parse_first_ids,
+    positions_by_head,
+)
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
-from kvcat.cache.layers import PrefixLayer, layer_windows
+from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
 from kvcat.cache.quantized import (
     BITS,
     Bits,
@@ -18,11 +27,14 @@ from kvcat.cache.quantized import (
 )
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
+from kvcat.cache.states import LayerState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 
 __all__ = [
     "BITS",
     "CACHE_NAME",
+    "FIRST_IDS",
+    "FIRST_SLOTS",
     "Bits",
     "CompactCache",
     "CompactLayer",
@@ -30,6 +42,7 @@ __all__ = [
     "Grid",
     "Head",
     "Layer",
+    "LayerState",
     "PackedHead",
     "PrefixCache",
     "PrefixLayer",
@@ -41,14 +54,21 @@ __all__ = [
     "check_dims",
     "check_no_adapters",
     "check_token_ids",
+    "count_before",
     "document_digest",
     "fingerprint",
     "fingerprint_like",
+    "first_ids",
+    "first_slots",
     "held_factors",
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",
+    "parse_first_ids",
+    "positions_by_head",
+    "recurrent_layers",
     "rope_border",
     "rope_factors",
     "round_values",
+    "state_layers",
 ]  # fmt: skip

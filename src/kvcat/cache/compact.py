@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from transformers import Cache, PreTrainedModel
 from kvcat.attention import enable
 from kvcat.cache.files import (
     CACHE,
+    STATES,
     checked_layers,
     parse_metadata,
     quantized_entries,
@@ -21,11 +22,13 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
+from kvcat.cache.first_tokens import FIRST_SLOTS, first_slots, of_rows, positions_by_head
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import Bits, QuantizedLayer, quantized_layer
 from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, rounded_mean
+from kvcat.cache.states import LayerState, RecurrentState, WindowState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
@@ -41,16 +44,26 @@ class CompactCache:
     They are equal unless heads hold different numbers of slots.
 
     Args:
-        layers: one per layer of the model, of equal batch.
+        layers: one per layer of the model that is compacted, of equal batch. These are all layers,
+            except those in ``states``.
         num_tokens: prefix length, which is the position of the next token.
         fingerprint: identifies the weights of the model it belongs to.
         metadata: how it was made (method, keep ratio, ...), as text.
+        states: of the layers that are not compacted, by number of the layer: recurrent states, and
+            sliding windows shorter than the text. They are kept whole.
     """
 
     layers: Sequence[Layer | QuantizedLayer]
     num_tokens: int
     fingerprint: str
     metadata: dict[str, str] = field(default_factory=dict)
+    states: Mapping[int, LayerState] = field(default_factory=dict)
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The number in the model of each of ``layers``."""
+        total = len(self.layers) + len(self.states)
+        return [number for number in range(total) if number not in self.states]
 
     @property
     def num_slots(self) -> int:
@@ -79,8 +92,11 @@ class CompactCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes: keys, values and log-bias, or all tensors of a cache in few bits."""
-        return sum(layer.nbytes for layer in self.layers)
+        """Memory in bytes: keys, values and log-bias, or all tensors of a cache in few bits, and
+        the states that are kept whole.
+        """
+        of_slots = sum(layer.nbytes for layer in self.layers)
+        return of_slots + sum(state.nbytes for state in self.states.values())
 
     @property
     def has_log_bias(self) -> bool:
@@ -118,8 +134,14 @@ class CompactCache:
             raise InputError(f"the cache is in {self.bits} bits already")
         if "protected" in self.metadata:
             raise InputError("the cache has protected slots, which few bits would round")
-        layers = [quantized_layer(layer, wanted) for layer in self.ordinary_layers()]
-        return replace(self, layers=layers, metadata={**self.metadata, "bits": str(wanted)})
+        ordinary = self.ordinary_layers()
+        layers = [quantized_layer(layer, wanted) for layer in ordinary]
+        metadata = {**self.metadata, "bits": str(wanted)}
+        known = [positions_by_head(layer) for layer in ordinary]
+        positions = [by_head for by_head in known if by_head is not None]
+        if len(positions) == len(known):
+            metadata[FIRST_SLOTS] = first_slots(positions)
+        return replace(self, layers=layers, metadata=metadata)
 
     def unpacked(self) -> "CompactCache":
         """The cache in ordinary keys and values; itself if it is not in few bits."""
@@ -136,7 +158,10 @@ class CompactCache:
 
     def select(self, rows: Rows) -> "CompactCache":
         """The cache of the given examples."""
-        return replace(self, layers=[layer.select(rows) for layer in self.layers])
+        layers = [layer.select(rows) for layer in self.layers]
+        states = {number: state.select(rows) for number, state in self.states.items()}
+        metadata = of_rows(self.metadata, rows)
+        return replace(self, layers=layers, metadata=metadata, states=states)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -145,7 +170,9 @@ class CompactCache:
 
         The dtype of the log-bias does not change.
         """
-        return replace(self, layers=[layer.to(device, dtype) for layer in self.layers])
+        states = {number: state.to(device, dtype) for number, state in self.states.items()}
+        layers = [layer.to(device, dtype) for layer in self.layers]
+        return replace(self, layers=layers, states=states)
 
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a checksum.
@@ -156,6 +183,9 @@ class CompactCache:
         for number, layer in enumerate(self.layers):
             for name, tensor in layer.tensors().items():
                 tensors[f"layers.{number}.{name}"] = tensor
+        for number, state in self.states.items():
+            for name, tensor in state.tensors.items():
+                tensors[f"states.{number}.{name}"] = tensor
         entries = {
             "num_layers": str(len(self.layers)),
             "num_tokens": str(self.num_tokens),
@@ -165,6 +195,8 @@ class CompactCache:
         first = self.layers[0]
         if isinstance(first, QuantizedLayer):
             entries |= quantized_entries(first)
+        if self.states:
+            entries[STATES] = " ".join(str(number) for number in sorted(self.states))
         checked_layers(entries, tensors, "the compact cache")
         write_tensors(Path(path), tensors, entries, CACHE)
 
@@ -182,9 +214,9 @@ class CompactCache:
                 model.
         """
         entries, tensors, _ = read_tensors(Path(path), CACHE)
-        layers = checked_layers(entries, tensors, str(path))
+        layers, states = checked_layers(entries, tensors, str(path))
         metadata = parse_metadata(entries["metadata"], path)
-        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], metadata)
+        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], metadata, states)
         if model is None:
             return cache
         cache.check_model(model, str(path))
@@ -350,19 +382,29 @@ class CompactCache:
             self._check_static(model, static_tokens, factors, read_only=read_only)
         if self.has_log_bias or not self.is_uniform or packed:
             enable(model)
-        layers: list[PrefixLayer | StaticPrefixLayer] = []
-        prefix = self.layers if packed else self._biased_layers()
-        for layer, window in zip(prefix, layer_windows(model.config), strict=True):
-            if static_tokens is None:
+        windows = layer_windows(model.config)
+        if len(windows) != len(self.layers) + len(self.states):
+            raise InputError(
+                f"a cache of {len(self.layers) + len(self.states)} layers does not fit the "
+                f"{len(windows)} of {type(model).__name__}"
+            )
+        prefix = iter(self.layers if packed else self._biased_layers())
+        layers: list[Any] = []
+        for number, window in enumerate(windows):
+            if number in self.states:
+                state = self.states[number]
+                layers.append(_state_layer(state, self.num_tokens, window, read_only=read_only))
+            elif static_tokens is None:
                 prefix_layer = PrefixLayer(
-                    layer, self.num_tokens, window=window, read_only=read_only
+                    next(prefix), self.num_tokens, window=window, read_only=read_only
                 )
+                layers.append(prefix_layer)
             else:
-                prefix_layer = StaticPrefixLayer(
-                    layer, self.num_tokens, capacity=static_tokens, window=window
+                static_layer = StaticPrefixLayer(
+                    next(prefix), self.num_tokens, capacity=static_tokens, window=window
                 )
-            layers.append(prefix_layer)
-        past = PrefixCache(layers, factors, any_length=any_length)
+                layers.append(static_layer)
+        past = PrefixCache(layers, self.num_tokens, factors, any_length=any_length)
         guard(model, past)
         return past
 
@@ -375,6 +417,11 @@ class CompactCache:
         read_only: bool,
     ) -> None:
         """Raise ``InputError`` if a static cache is impossible."""
+        if self.states:
+            raise InputError(
+                f"{model.config.model_type}: layers with a sliding window or a recurrent state "
+                "have no static cache: leave out static_tokens"
+            )
         if static_tokens < 1 or read_only:
             raise InputError(
                 f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not "
@@ -402,6 +449,15 @@ class CompactCache:
                 layer = replace(layer, log_bias=zeros)
             layers.append(layer)
         return layers
+
+
+def _state_layer(
+    state: LayerState, num_tokens: int, window: int | None, *, read_only: bool
+) -> WindowState | RecurrentState:
+    """A state that is kept whole as a layer of a transformers cache."""
+    if window is not None:
+        return WindowState(state, num_tokens, window=window, read_only=read_only)
+    return RecurrentState(state, read_only=read_only)
 
 
 def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:

@@ -25,6 +25,7 @@ from kvcat.cache.quantized import (
     quantized_problem,
 )
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
+from kvcat.cache.states import STATE_TENSORS, LayerState
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
 from kvcat.types import Tensor
@@ -41,6 +42,9 @@ _KINDS = {
 }
 _VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3, SESSION: 1}
 _QUANTIZED_VERSION = 3  # of a compact cache in few bits
+_STATES_VERSION = 4  # of a compact cache with states that are kept whole
+STATES = "states"
+"""Header entry of a cache with such states: the numbers of their layers."""
 _NO_DIGEST = "0" * 64
 _ENTRIES = {
     "num_layers": r"[1-9]\d{0,4}",
@@ -89,8 +93,11 @@ def write_tensors(
 def _version(kind: str, entries: dict[str, str]) -> int:
     """The version of the format of a file with these entries.
 
-    Older versions of kvcat do not know caches in few bits, and reject a file of their version.
+    Older versions of kvcat do not know caches in few bits or with states, and reject a file of
+    their version.
     """
+    if kind == CACHE and STATES in entries:
+        return _STATES_VERSION
     is_quantized = kind == CACHE and "key_bits" in entries
     return _QUANTIZED_VERSION if is_quantized else _VERSIONS[kind]
 
@@ -127,7 +134,9 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
         what = f"{_KINDS[file_kind]}, not" if file_kind in _KINDS else "not"
         raise InputError(f"{path} is {what} {_KINDS[kind]}")
     if version != str(_version(kind, entries)):
-        readable = f"{_VERSIONS[kind]}" + (f" and {_QUANTIZED_VERSION}" if kind == CACHE else "")
+        readable = f"{_VERSIONS[kind]}"
+        if kind == CACHE:
+            readable += f", {_QUANTIZED_VERSION} and {_STATES_VERSION}"
         raise InputError(f"{path} has format {version[:9]}; this version of kvcat reads {readable}")
     recorded = entries.pop("sha256", "")
     unsigned = content[:header_end].replace(_digest_entry(recorded), _digest_entry(_NO_DIGEST))
@@ -184,13 +193,14 @@ def quantized_entries(layer: QuantizedLayer) -> dict[str, str]:
 
 def checked_layers(
     entries: dict[str, str], tensors: dict[str, Tensor], name: str
-) -> Sequence[Layer | QuantizedLayer]:
-    """The layers of a file with these header entries and tensors.
+) -> tuple[Sequence[Layer | QuantizedLayer], dict[int, LayerState]]:
+    """The layers of a file with these header entries and tensors, and the states by layer.
 
     Raises:
         InputError: an entry or a tensor that is missing, unknown, or not as in a cache.
     """
     _check_entries(entries, name)
+    states, tensors = _checked_states(entries, tensors, name)
     num_layers = int(entries["num_layers"])
     num_tokens = int(entries["num_tokens"])
     is_quantized = "key_bits" in entries
@@ -204,7 +214,7 @@ def checked_layers(
             )
         layers[int(match[1])][match[2]] = tensor
     if is_quantized:
-        return _quantized_layers(entries, layers, name)
+        return _quantized_layers(entries, layers, name), states
     layouts = set()
     for index, layer in enumerate(layers):
         for problem in _problems(layer, num_tokens):
@@ -214,9 +224,35 @@ def checked_layers(
             layouts.add(f"{num_examples} examples in {_dtype_name(layer[tensor_name])}")
     if len(layouts) > 1:
         raise InputError(f"{name} has layers of {' and of '.join(sorted(layouts))}")
-    return [
+    made = [
         RaggedLayer(**layer) if "counts" in layer else CompactLayer(**layer) for layer in layers
     ]
+    return made, states
+
+
+def _checked_states(
+    entries: dict[str, str], tensors: dict[str, Tensor], name: str
+) -> tuple[dict[int, LayerState], dict[str, Tensor]]:
+    """The states of a file by layer, and the other tensors."""
+    expected = [int(word) for word in entries.get(STATES, "").split()]
+    by_layer: dict[int, dict[str, Tensor]] = {}
+    others = {}
+    for key, tensor in tensors.items():
+        match = re.fullmatch(rf"states\.(0|[1-9]\d{{0,5}})\.({STATE_TENSORS})", key, re.ASCII)
+        if match is None:
+            others[key] = tensor
+            continue
+        by_layer.setdefault(int(match[1]), {})[match[2]] = tensor
+        for problem in _number_problems(key, tensor):
+            raise InputError(f"{name}: {problem}")
+    num_layers = int(entries["num_layers"]) + len(expected)
+    if sorted(by_layer) != expected or any(number >= num_layers for number in expected):
+        raise InputError(f"{name} has states of layers {sorted(by_layer)}, not of {expected}")
+    for number, state_tensors in by_layer.items():
+        if len({"keys", "values"} & set(state_tensors)) == 1:
+            raise InputError(f"{name}, state of layer {number}: no keys or no values")
+    states = {number: LayerState(state_tensors) for number, state_tensors in by_layer.items()}
+    return states, others
 
 
 def _quantized_layers(
@@ -240,6 +276,8 @@ def _quantized_layers(
 def _check_entries(entries: dict[str, str], name: str) -> None:
     """Reject header entries that are missing, unknown or malformed."""
     forms = _ENTRIES | (_QUANTIZED_ENTRIES if "key_bits" in entries else {})
+    if STATES in entries:
+        forms = {**forms, STATES: r"\d{1,5}( \d{1,5})*"}
     unexpected = set(entries) ^ set(forms)
     if unexpected:
         listed = ", ".join(sorted(unexpected))

@@ -346,4 +346,6 @@ def _fresh(module: Any) -> nn.Module | None:
 
 
 def _are_close(values: Tensor, usual: Tensor) -> bool:
-    return values.shape == usual.shape and torch.allclose(values, usual, rtol=1e-4, atol=0)
+    return values.shape == usual.shape and torch.allclose(
+        values, usual.to(values), rtol=1e-4, atol=0
+    )

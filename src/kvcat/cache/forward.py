@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, GenerationMixin, PreTrainedModel
-from transformers.cache_utils import CacheLayerMixin
 
 from kvcat.cache.rope import Factors, check_length, held_factors
+from kvcat.cache.states import RecurrentState
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -31,7 +31,9 @@ class PrefixCache(Cache):
     """A transformers cache whose layers begin with a compact prefix.
 
     Args:
-        layers: one ``PrefixLayer`` for each layer of the model.
+        layers: one for each layer of the model: ``PrefixLayer``, ``WindowState``,
+            ``RecurrentState``.
+        num_tokens: prefix length.
         factors: the rotary factors of the keys, if these depend on the length of the text
             (``rope``).
         any_length: use these factors beyond the border as well.
@@ -39,12 +41,14 @@ class PrefixCache(Cache):
 
     def __init__(
         self,
-        layers: Sequence[CacheLayerMixin],
+        layers: Sequence[Any],
+        num_tokens: int,
         factors: Factors | None = None,
         *,
         any_length: bool = False,
     ):
         super().__init__(layers=list(layers))
+        self.num_tokens = num_tokens
         self.factors: Factors | None = factors
         self.any_length = any_length
         # token ids after the prefix; None where a forward was given embeddings instead
@@ -121,6 +125,9 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     ids = args[0] if args else kwargs.get("input_ids")
     new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
     num_new = new_inputs.shape[1]
+    for layer in past.layers:
+        if isinstance(layer, RecurrentState):
+            layer.fit_batch(len(new_inputs))
     length = int(past.get_seq_length())
     _check_forward(past, length, num_new, kwargs)
     if ids is not None:
@@ -174,7 +181,7 @@ def _check_new(past: PrefixCache, ids: Int[Tensor, "batch new"]) -> None:
     Such tokens are the whole conversation, of which the cache needs only the end. A single token
     may repeat. New tokens are added to ``past.tokens``.
     """
-    known = int(past.get_seq_length()) - past.layers[0].num_tokens  # type: ignore[attr-defined]
+    known = int(past.get_seq_length()) - past.num_tokens
     if known == 0:
         past.tokens = ids
         return

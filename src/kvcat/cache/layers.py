@@ -14,6 +14,8 @@ from kvcat.cache.slots import Layer, RaggedLayer
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
+_RECURRENT_KINDS = ("linear_attention", "conv")
+
 
 class PrefixLayer(CacheLayerMixin):
     """One layer's compact prefix and the tokens after it, as transformers' attention sees them.
@@ -238,11 +240,50 @@ class StaticPrefixLayer(PrefixLayer):
 def layer_windows(config: Any) -> list[int | None]:
     """Sliding window of every layer in tokens; None if a layer sees all earlier tokens.
 
+    A layer with a recurrent state has None as well (``recurrent_layers``).
+
     Raises:
-        InputError: a layer keeps no keys and values (linear attention, state space) or shares
-            another's.
+        InputError: a layer of another kind, one that shares another's keys and values, or no layer
+            with keys and values.
     """
     config = config.get_text_config(decoder=True)
+    windows = _windows_of_kinds(config)
+    kinds = _layer_kinds(config)
+    has_keys = any(kind in windows for kind in kinds)
+    for kind in kinds:
+        if kind not in windows and not (has_keys and kind in _RECURRENT_KINDS):
+            raise InputError(
+                f"{config.model_type}: layers of type {kind!r} keep no keys and values to compress"
+            )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise InputError(
+            f"{config.model_type}: layers that share keys and values are not supported"
+        )
+    return [windows.get(kind) for kind in kinds]
+
+
+def recurrent_layers(config: Any) -> list[int]:
+    """The layers that have a recurrent state of fixed size instead of keys and values."""
+    kinds = _layer_kinds(config.get_text_config(decoder=True))
+    return [layer for layer, kind in enumerate(kinds) if kind in _RECURRENT_KINDS]
+
+
+def state_layers(config: Any, num_tokens: int) -> list[int]:
+    """The layers whose state is kept whole behind a text of ``num_tokens`` tokens.
+
+    These are the layers with a recurrent state or with a sliding window shorter than the text.
+    """
+    recurrent = recurrent_layers(config)
+    layers = []
+    for layer, window in enumerate(layer_windows(config)):
+        is_short = window is not None and window < num_tokens
+        if is_short or layer in recurrent:
+            layers.append(layer)
+    return layers
+
+
+def _layer_kinds(config: Any) -> list[str]:
+    """The type of every layer."""
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
@@ -254,17 +295,16 @@ def layer_windows(config: Any) -> list[int | None]:
         else:
             kind = "full_attention"
         types = [kind] * config.num_hidden_layers
-    windows = {"full_attention": None, "sliding_attention": window, "chunked_attention": chunk}
-    for kind in types:
-        if kind not in windows:
-            raise InputError(
-                f"{config.model_type}: layers of type {kind!r} keep no keys and values to compress"
-            )
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise InputError(
-            f"{config.model_type}: layers that share keys and values are not supported"
-        )
-    return [windows[kind] for kind in types]
+    return types
+
+
+def _windows_of_kinds(config: Any) -> dict[str, int | None]:
+    """The window of every type of layers that have keys and values."""
+    return {
+        "full_attention": None,
+        "sliding_attention": getattr(config, "sliding_window", None),
+        "chunked_attention": getattr(config, "attention_chunk_size", None),
+    }
 
 
 def _check_window(window: int | None, total: int) -> None:

@@ -1,8 +1,10 @@
 """The commands ``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints for them."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
@@ -12,64 +14,76 @@ if TYPE_CHECKING:
     from kvcat.cache import CompactCache
 
 
-def check_cache_choice(cache: Path | None, store: str | None, id: str | None) -> None:
-    """Reject options that do not name one cache, before any work."""
-    if (cache is None) == (store is None):
+def check_caches(
+    cache: opt.Files,
+    *,
+    seam_tokens: int = SEAM_TOKENS,
+    store: str | None = None,
+    id: str | None = None,
+) -> list[Path]:
+    """The files of ``--cache``, which exist; none if a document of a store is named instead."""
+    files = opt.flat(cache)
+    if files and store is not None:
         raise InputError("give either --cache FILE, or --store STORE and --id ID")
     if (store is None) != (id is None):
         raise InputError("--store and --id belong together")
-    if cache is not None:
-        early.check_file(cache, "cache file")
-
-
-def chosen_cache(cache: Path | None, store: str | None, id: str | None) -> "CompactCache":
-    """The cache in a file, or that of a document in a store."""
-    if store is not None and id is not None:
-        from kvcat.corpus import Store
-
-        return Store(store)[id]
-    if cache is None:
-        raise InputError("give --cache FILE")
-    from kvcat.cache import CompactCache
-
-    return CompactCache.load(cache)
+    if not files and store is None:
+        raise InputError(
+            "no cache: give --cache FILE, or several files, or --store STORE and --id ID"
+        )
+    for file in files:
+        early.check_file(file, "cache file")
+    if not 0 <= seam_tokens <= NUM_FIRST:
+        raise InputError(f"--seam-tokens is {seam_tokens}; it must be in [0, {NUM_FIRST}]")
+    return files
 
 
 def model_and_cache(
     model: str,
-    file: Path | None,
+    files: Sequence[Path],
     *,
     device: str,
     dtype: str | None = None,
     tokenizer: bool = True,
+    seam_tokens: int = SEAM_TOKENS,
     store: str | None = None,
     id: str | None = None,
 ) -> tuple[Any, Any, "CompactCache"]:
-    """The model, the tokenizer and the cache, on one device.
+    """The model, the tokenizer and the cache, on one device; several caches are composed.
 
-    This does not check that the cache belongs to the model; its users do.
+    The cache is that of a document in a store if one is named, and that in the files otherwise.
+
+    This does not check that a single cache belongs to the model; its users do.
     """
     import kvcat
 
-    compact = chosen_cache(file, store, id)
+    if store is not None and id is not None:
+        caches = [kvcat.Store(store)[id]]
+    else:
+        caches = [kvcat.CompactCache.load(file) for file in files]
+    compact = caches[0]
     cache_dtype = str(compact.dtype).removeprefix("torch.")
     loaded, loaded_tokenizer = kvcat.load(
         model, dtype=dtype or cache_dtype, device=device, tokenizer=tokenizer
     )
-    return loaded, loaded_tokenizer, compact.to(loaded.device)
+    caches = [each.to(loaded.device) for each in caches]
+    if len(caches) == 1:
+        return loaded, loaded_tokenizer, caches[0]
+    return loaded, loaded_tokenizer, kvcat.compose(loaded, caches, seam_tokens=seam_tokens)
 
 
 def pack(
     model: opt.Model,
     /,
-    cache: Path,
+    cache: opt.Files,
     output: opt.Output,
     head_dim: int | None = None,
     drop_log_bias: bool = False,
+    seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     overwrite: opt.Overwrite = False,
     device: opt.Device = "cpu",
 ) -> None:
-    """Write a saved cache as plain tensors for engines without kvcat.
+    """Write a saved cache, or several as one, as plain tensors for engines without kvcat.
 
     docs/serving.md shows how each engine reads the file. With --head-dim the file is for the
     widened checkpoint (`kvcat widen`), and keeps the log-bias and unequal numbers of slots per
@@ -79,19 +93,22 @@ def pack(
     Example: kvcat pack ./my-model --cache report.safetensors -o report.prefix --head-dim 80
 
     Args:
-        cache: Cache file that `kvcat compress` wrote.
+        cache: Cache files that `kvcat compress` wrote, one or several.
         output: File to write.
         head_dim: Head dimension of the widened checkpoint that will read the file.
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
-    opt.check_output(output, overwrite=overwrite, source=cache)
-    early.check_file(cache, "cache file")
+    files = check_caches(cache, seam_tokens=seam_tokens)
+    for file in files:
+        opt.check_output(output, overwrite=overwrite, source=file)
     early.check_device(device)
     early.check_model(model)
 
     from kvcat.serving import export_prefix
 
-    loaded, _, compact = model_and_cache(model, cache, device=device, tokenizer=False)
+    loaded, _, compact = model_and_cache(
+        model, files, device=device, tokenizer=False, seam_tokens=seam_tokens
+    )
     plain = export_prefix(compact, loaded, output, drop_log_bias=drop_log_bias, head_dim=head_dim)
     print(
         f"{output}: {compact.mean_slots:g} slots per head; "
@@ -152,28 +169,58 @@ def _numbers(cache: "CompactCache") -> str:
     return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
 
 
-def info(file: str, /, id: str | None = None) -> None:
-    """Describe a cache file or a store without loading a model: slots, bytes saved, method, model.
+def info(file: tuple[str, ...], /, id: str | None = None) -> None:
+    """Describe cache files or a store without loading a model: slots, bytes saved, method, model.
 
     Example: kvcat info report.safetensors
 
     Args:
-        file: Cache file that `kvcat compress` wrote, or a store of `kvcat compress --corpus`.
+        file: Cache files that `kvcat compress` wrote, one or several, or a store of
+            `kvcat compress --corpus`.
         id: Document of the store to describe.
     """
-    is_store = "://" in file or Path(file).expanduser().is_dir()
+    if not file:
+        raise InputError("no cache file: name one or several, or a store")
+    first, *others = file
+    is_store = "://" in first or Path(first).expanduser().is_dir()
+    if is_store and others:
+        raise InputError(f"{first} is a store: describe it alone")
     if id is not None and not is_store:
-        raise InputError(f"--id needs a store, and {file} is none")
-    if is_store and id is None:
-        from kvcat.cli.corpus import store_facts
-        from kvcat.corpus import Store
-
-        _print_rows(store_facts(Store(file)))
-    elif is_store:
-        _print_rows(_cache_facts(chosen_cache(None, file, id)))
+        raise InputError(f"--id needs a store, and {first} is none")
+    if is_store:
+        _describe_store(first, id)
     else:
-        early.check_file(Path(file), "cache file")
-        _print_rows(_cache_facts(chosen_cache(Path(file), None, None)))
+        _describe_files([Path(path) for path in file])
+
+
+def _describe_store(address: str, id: str | None) -> None:
+    """Print what a store holds, or one document's cache."""
+    from kvcat.cli.corpus import store_facts
+    from kvcat.corpus import Store
+
+    store = Store(address)
+    _print_rows(store_facts(store) if id is None else _cache_facts(store[id]))
+
+
+def _describe_files(files: Sequence[Path]) -> None:
+    """Print what every cache file holds, and of several what they hold together."""
+    for path in files:
+        early.check_file(path, "cache file")
+
+    from kvcat.cache import CompactCache
+
+    caches = [CompactCache.load(path) for path in files]
+    for path, cache in zip(files, caches, strict=True):
+        if len(files) > 1:
+            print(f"{path}:")
+        _print_rows(_cache_facts(cache))
+    if len(files) > 1:
+        num_tokens = sum(cache.num_tokens for cache in caches)
+        slots = sum(cache.mean_slots for cache in caches)
+        print(
+            f"together: {num_tokens} tokens in {slots:g} slots per layer and head, "
+            f"{sum(cache.nbytes for cache in caches):,} bytes"
+        )
 
 
 def _print_rows(rows: dict[str, str]) -> None:
@@ -193,7 +240,8 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
-    for size in ("num_slots", "mean_slots", "bits"):  # which other rows show
+    # which other rows show, or which only ``compose`` reads
+    for size in ("num_slots", "mean_slots", "bits", "first_ids", "first_slots"):
         settings.pop(size, None)
     return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "

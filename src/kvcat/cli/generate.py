@@ -3,11 +3,11 @@
 import dataclasses
 import json as json_module
 import sys
-from pathlib import Path
 
+from kvcat.choices import SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
-from kvcat.cli.cache_files import check_cache_choice, model_and_cache
+from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
 from kvcat.tokenization import check_text
 
@@ -15,7 +15,7 @@ from kvcat.tokenization import check_text
 def generate(
     model: opt.Model,
     /,
-    cache: Path | None = None,
+    cache: opt.Files = (),
     store: str | None = None,
     id: str | None = None,
     prompt: opt.Strings = (),
@@ -26,20 +26,22 @@ def generate(
     json: bool = False,
     allow_special: opt.AllowSpecial = False,
     packed: bool = False,
+    seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype | None = None,
 ) -> None:
-    """Answer prompts from a saved cache; prompts do not see each other or their answers.
+    """Answer prompts from saved caches; prompts do not see each other or their answers.
 
-    A cache made with --chat puts each prompt into the tokenizer's chat template. Of the model's
+    Several caches are composed: their documents follow one another in this order. A cache made with
+    --chat puts each prompt into the tokenizer's chat template. Of the model's
     generation settings, only the end-of-text tokens are used; the ignored ones are listed on
     standard error.
 
     Example: kvcat generate ./my-model --cache report.safetensors --prompt "What was decided?"
 
     Args:
-        cache: Cache file that `kvcat compress` wrote.
+        cache: Cache files that `kvcat compress` wrote, one or several.
         store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
         id: Document of the store.
         prompt: Text that follows the document; may be given several times.
@@ -59,7 +61,9 @@ def generate(
         check_text(text, "--prompt")
     if temperature != 0 and not 1e-3 <= temperature <= 1e3:
         raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
-    check_cache_choice(cache, store, id)
+    files = check_caches(cache, seam_tokens=seam_tokens, store=store, id=id)
+    if packed and len(files) > 1:
+        raise InputError("--packed is for a single cache: composed caches are unpacked")
     early.check_device(device)
     early.check_model(model)
 
@@ -69,10 +73,10 @@ def generate(
 
     sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
-        model, cache, device=device, dtype=dtype, store=store, id=id
+        model, files, device=device, dtype=dtype, seam_tokens=seam_tokens, store=store, id=id
     )
     if packed and compact.bits is None:
-        raise InputError(f"--packed: {cache or id} is not in 8 or 4 bits")
+        raise InputError(f"--packed: {files[0] if files else id} is not in 8 or 4 bits")
     questions = [
         question_ids(tokenizer, text, cache=compact, allow_special=allow_special)
         for text in prompts

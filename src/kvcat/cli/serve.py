@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from kvcat.cli import early
 from kvcat.cli import options as opt
-from kvcat.cli.cache_files import check_cache_choice, model_and_cache
+from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ def chat(
         stop: Text at which an answer ends, without it; may be given several times.
         dtype: Data type of the weights; by default that of the cache.
     """
-    check_cache_choice(cache, store, id)
+    files = check_caches(() if cache is None else ((cache,),), store=store, id=id)
     early.check_device(device)
     early.check_model(model)
 
@@ -124,7 +124,7 @@ def chat(
 
     sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
-        model, cache, device=device, dtype=dtype, store=store, id=id
+        model, files, device=device, dtype=dtype, store=store, id=id
     )
     compact.check_model(loaded, str(cache or id))
     conversation = Conversation(loaded, tokenizer, compact)

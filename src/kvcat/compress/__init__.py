@@ -12,6 +12,7 @@ from kvcat.compress.compare import (
     smallest_cache,
     supervised_kl,
 )
+from kvcat.compress.compose import append, compose
 from kvcat.compress.documents import (
     INSTRUCTION,
     document_trace,
@@ -57,8 +58,10 @@ __all__ = [
     "Session",
     "SmallestCache",
     "Trace",
+    "append",
     "compact_cache",
     "compare",
+    "compose",
     "compressor_names",
     "document_trace",
     "fit_log_bias",

@@ -211,7 +211,7 @@ def compact_cache(
             overflowed; or the first slots are not the protected ones.
     """
     _check_finite(layers, method, options)
-    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint)
+    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, states=trace.states)
     check_protected(trace, cache, method)
     facts = {
         "method": method,

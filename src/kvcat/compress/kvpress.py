@@ -256,6 +256,11 @@ def _press_prefix(
     """
     model = trace.model
     name = type(press).__name__
+    if trace.states:
+        raise InputError(
+            f"{name}: kvpress compresses all layers of {type(model).__name__} or none, and here "
+            "some keep the state of a sliding window or a recurrence"
+        )
     attentions = _attentions(model)
     cache = _PressCache()
     prefix = trace.input_ids[example : example + 1, : trace.prefix_len]

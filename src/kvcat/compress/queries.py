@@ -107,7 +107,8 @@ class FittedQueries:
         in_place = prefix_queries.flatten(0, 1).index_select(0, flat_rows.flatten())
         in_place = in_place.unflatten(0, flat_rows.shape)
         shifts = self.moved.shifts[:num_moved]
-        moved = self.moved.rotation(in_place.unsqueeze(0), layer, shifts).squeeze(0)
+        number = self.trace.layer_numbers[layer]
+        moved = self.moved.rotation(in_place.unsqueeze(0), number, shifts).squeeze(0)
         return torch.cat([supervising, moved], dim=1)
 
 

@@ -9,11 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import (
+    FIRST_IDS,
     CompactCache,
     CompactLayer,
     Factors,
     Head,
+    LayerState,
     document_digest,
+    first_ids,
 )
 from kvcat.choices import Supervision
 from kvcat.errors import InputError
@@ -102,6 +105,8 @@ class Trace:
             none were kept, and those of the prefix after the cache are not fitted to either.
         protected: ranges of tokens whose slots every compressor keeps (``protection``), ascending.
         past_protected: those of them in the compact cache, which are its first slots.
+        states: of the layers that are not compressed, after the prefix, by number of the layer
+            (``CompactCache``). "Per layer" means the other layers, in their order.
     """
 
     model: PreTrainedModel
@@ -127,6 +132,13 @@ class Trace:
     past_queries: PastQueries | None = None
     protected: tuple[Range, ...] = ()
     past_protected: tuple[Range, ...] = ()
+    states: Mapping[int, LayerState] = field(default_factory=dict)
+
+    @property
+    def layer_numbers(self) -> list[int]:
+        """The number in the model of each layer that is compressed."""
+        total = len(self.keys) + len(self.states)
+        return [number for number in range(total) if number not in self.states]
 
     @property
     def max_slots(self) -> int:
@@ -158,7 +170,7 @@ class Trace:
                 order = torch.cat([self.protected_slots(index), self.other_slots(index)])
                 states = [x if x is None else x.index_select(2, order) for x in states]
             layers.append(CompactLayer(*states).without_absent())
-        cache = CompactCache(layers, self.prefix_len, self.fingerprint)
+        cache = CompactCache(layers, self.prefix_len, self.fingerprint, states=self.states)
         facts = {"method": "dense", **slot_facts(cache), **self.facts()}
         return replace(cache, metadata=facts)
 
@@ -166,6 +178,7 @@ class Trace:
         """Metadata for caches about the prefix, such as a hash of its tokens."""
         document = document_digest(self.input_ids[:, : self.prefix_len])
         facts = {"supervision": self.supervision, **self.about, "document": document}
+        facts[FIRST_IDS] = first_ids(self.input_ids[:, : self.prefix_len])
         if self.rope is not None:
             facts["rope"] = self.rope
             if self.room is not None:
@@ -272,6 +285,7 @@ class Trace:
                 query_positions=torch.arange(start, self.prefix_len),
                 hidden_start=self.prefix_len - 1,
                 rope=self.rope,
+                layers=self.layer_numbers,
             )
         return captured.queries
 

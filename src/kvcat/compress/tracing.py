@@ -1,6 +1,5 @@
 """The function that runs a model over prefix and suffix, and returns a ``Trace``."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple, cast, get_args
@@ -16,13 +15,15 @@ from kvcat.cache import (
     check_batch_of_ids,
     fingerprint,
     layer_windows,
+    recurrent_layers,
     rope_factors,
+    state_layers,
 )
 from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import Reconstruction, Trace, parsed_ranges, sampled_positions
 from kvcat.errors import InputError, check_least
-from kvcat.models import Capture, capture, frozen, positions_of
+from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
 
 _TAIL = 32  # number of last prefix positions whose queries are always kept
@@ -59,9 +60,9 @@ def trace(
         chunk_tokens: largest number of tokens per example that run at once (``capture``).
 
     Raises:
-        InputError: the lengths are not valid; the model has too few positions, or layers that
-            cannot be compressed (sliding windows shorter than the sequence, linear attention);
-            ``past`` is a cache of another prefix or model; or the room is negative.
+        InputError: the lengths are not valid; the model has too few positions, or no layer that
+            can be compressed (all have sliding windows shorter than the sequence, or recurrent
+            states); ``past`` is a cache of another prefix or model; or the room is negative.
     """
     check_least(0, room=0 if room is None else room)
     sequence = _sequence(input_ids, prefix_len, supervision)
@@ -70,6 +71,7 @@ def trace(
     _check_model(model, num_tokens, prefix_len, sequence.supervision)
     is_followed = sequence.supervision not in ("self", "reconstruction")
     expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
+    whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
     rope = rope_factors(model.config, expected_len)
     past_len = 0
     past_layers: list[CompactLayer] = []
@@ -85,6 +87,14 @@ def trace(
         supervising = torch.arange(sequence.supervision_start, num_tokens)
         query_positions = torch.cat([prefix_positions, supervising])
     with frozen(model):
+        states_after = layer_states(
+            model,
+            sequence.input_ids[:, past_len:prefix_len],
+            whole,
+            past=None if past is None else past.to_transformers(model, any_length=True),
+            chunk_tokens=chunk_tokens,
+            rope=rope,
+        )
         captured = capture(
             model,
             sequence.input_ids[:, past_len:],
@@ -93,6 +103,7 @@ def trace(
             past=None if past is None else past.to_transformers(model, any_length=True),
             chunk_tokens=chunk_tokens,
             rope=rope,
+            layers=compressed,
         )
     _check_finite(model, captured)
     states = _split(captured, num_tokens - prefix_len, len(prefix_positions))
@@ -114,6 +125,7 @@ def trace(
         rope=rope,
         room=room,
         past_protected=past_protected,
+        states=states_after,
     )
 
 
@@ -257,18 +269,46 @@ def _check_past(
     return past.num_tokens
 
 
+def _split_layers(
+    model: PreTrainedModel, num_tokens: int, past: CompactCache | None
+) -> tuple[list[int], list[int]]:
+    """The layers whose state is kept whole, and those that are compressed.
+
+    Args:
+        model: a causal LM.
+        num_tokens: tokens of the text.
+        past: cache of the first tokens, which has made this choice; None: there is none.
+
+    Raises:
+        InputError: no layer can be compressed; or a window that ``past`` compressed is shorter than
+            the text.
+    """
+    name = type(model).__name__
+    whole = state_layers(model.config, num_tokens)
+    if past is not None and sorted(past.states) != whole:
+        raise InputError(
+            f"{name}: a sliding window is shorter than {num_tokens} tokens, and past compressed "
+            "its layer: trace it again with room= for the text after it"
+        )
+    num_layers = len(layer_windows(model.config))
+    compressed = [layer for layer in range(num_layers) if layer not in whole]
+    if not compressed:
+        windows = {window for window in layer_windows(model.config) if window is not None}
+        reasons = [f"a sliding window of {window} tokens" for window in sorted(windows)]
+        if recurrent_layers(model.config):
+            reasons.append("a recurrent state")
+        raise InputError(
+            f"{name}: every layer has {' or '.join(reasons)}, and the sequence has {num_tokens} "
+            "tokens: there is no cache that grows with it, and nothing to compress"
+        )
+    return whole, compressed
+
+
 def _check_model(
     model: PreTrainedModel, num_tokens: int, prefix_len: int, supervision: Supervision
 ) -> None:
-    """Raise an ``InputError`` if a sequence exceeds the model's windows or positions."""
+    """Raise an ``InputError`` if a sequence exceeds the model's positions."""
     name = type(model).__name__
-    windows = [window for window in layer_windows(model.config) if window is not None]
-    shortest = min(windows, default=math.inf)
-    if shortest < num_tokens:
-        raise InputError(
-            f"{name}: a sliding window of {shortest} tokens is shorter than the sequence of "
-            f"{num_tokens}"
-        )
     positions = positions_of(model.config)
     if num_tokens <= positions:
         return

@@ -3,7 +3,7 @@
 Loading and saving, the masked pass, the capture of keys and queries, and the start-up test.
 """
 
-from kvcat.models.capture import Capture, capture
+from kvcat.models.capture import Capture, capture, layer_states
 from kvcat.models.generation import end_tokens, left_out, plain_generation
 from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
@@ -29,6 +29,7 @@ __all__ = [
     "frozen",
     "get",
     "hidden_states",
+    "layer_states",
     "left_out",
     "load",
     "load_tokenizer",

@@ -2,6 +2,7 @@
 layer.
 """
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from kvcat.attention import enable
 from kvcat.cache import (
     Factors,
+    LayerState,
     PrefixCache,
     cache_argument,
     check_token_ids,
@@ -59,6 +61,7 @@ def capture(
     past: Cache | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
     rope: Factors | None = None,
+    layers: Sequence[int] | None = None,
 ) -> Capture:
     """The keys, values, queries and hidden states of a dense forward.
 
@@ -78,6 +81,8 @@ def capture(
         chunk_tokens: most tokens of each example that run at once, at least 1.
         rope: the rotary factors of all tokens; None: those that transformers uses for a text of
             this length.
+        layers: numbers of the layers whose states are captured; None: all. The lists of the result
+            have these layers in this order.
     """
     num_tokens = input_ids.shape[1]
     check_least(1, chunk_tokens=chunk_tokens)
@@ -88,11 +93,14 @@ def capture(
     if rope is None:
         past_tokens = 0 if past is None else int(past.get_seq_length())
         rope = rope_factors(model.config, past_tokens + num_tokens)
+    modules = decoder_layers(model)
+    numbers = list(range(len(modules)) if layers is None else layers)
     if num_tokens > chunk_tokens and past is None:
-        past = DynamicCache()
-    layers = decoder_layers(model)
+        # a cache of the configuration has recurrent states, and cuts sliding windows
+        is_whole = len(numbers) == len(modules)
+        past = DynamicCache() if is_whole else DynamicCache(config=model.config)
     num_chunks = -(-num_tokens // chunk_tokens)
-    total = len(layers) * num_chunks
+    total = len(modules) * num_chunks
     hidden = []
     with ExitStack() as stack:
         # a compact cache holds its factors itself in every forward
@@ -100,8 +108,8 @@ def capture(
         stack.enter_context(held_factors(model, held))
         bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
         stack.enter_context(bar)
-        recording = _Recording(type(model).__name__, len(layers), query_positions.cpu(), bar)
-        for number, layer in enumerate(layers):
+        recording = _Recording(type(model).__name__, numbers, query_positions.cpu(), bar)
+        for number, layer in enumerate(modules):
             hook = partial(recording.measure, number=number)
             stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
         starts = range(0, num_tokens, chunk_tokens)
@@ -119,16 +127,20 @@ class _Recording:
 
     Args:
         model_class: name of the model's class, for messages.
-        num_layers: number of decoder layers.
+        numbers: of the layers whose states are kept.
         query_positions: tokens whose queries are kept, ascending, on the CPU.
         bar: advances by one for each layer of each chunk.
     """
 
     def __init__(
-        self, model_class: str, num_layers: int, query_positions: Int[Tensor, " kept"], bar: Any
+        self,
+        model_class: str,
+        numbers: list[int],
+        query_positions: Int[Tensor, " kept"],
+        bar: Any,
     ):
         self.model_class = model_class
-        self.num_layers = num_layers
+        self.numbers = numbers
         self.query_positions = query_positions
         self.bar = bar
         # positions in this chunk whose queries are kept
@@ -136,8 +148,8 @@ class _Recording:
         # keys and values of the whole text so far, and the factor on q.k, by layer
         self.latest: dict[int, tuple[Tensor, Tensor, float]] = {}
         # per layer, one tensor for each chunk
-        self.queries: list[list[Tensor]] = [[] for _ in range(num_layers)]
-        self.norms: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self.queries: dict[int, list[Tensor]] = {number: [] for number in numbers}
+        self.norms: dict[int, list[Tensor]] = {number: [] for number in numbers}
 
     def begin_chunk(self, chunk: Int[Tensor, "batch tokens"], start: int) -> None:
         """Choose the queries to keep of a chunk whose first token has the position ``start``."""
@@ -149,6 +161,8 @@ class _Recording:
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
     ) -> None:
         """Keep the queries, keys and values that a layer's attention received."""
+        if layer not in self.queries:
+            return
         positions = self.chunk_positions
         is_all = len(positions) == queries.shape[2]
         self.queries[layer].append(queries if is_all else queries[:, :, positions])
@@ -165,22 +179,23 @@ class _Recording:
                 f"{self.model_class} is not supported: its layers get hidden states of shape "
                 f"{shape}, not of batch, tokens and channels"
             )
-        self.norms[number].append(states.float().square().sum(-1))
+        if number in self.norms:
+            self.norms[number].append(states.float().square().sum(-1))
         self.bar.update()
 
     def result(self, hidden: list[Tensor]) -> Capture:
         """The capture of all chunks; ``hidden`` has the kept hidden states of each."""
-        if sorted(self.latest) != list(range(self.num_layers)):
+        if sorted(self.latest) != sorted(self.numbers):
             raise InputError(
                 f"{self.model_class} is not supported: {len(self.latest)} of its "
-                f"{self.num_layers} layers attend through transformers' attention interface"
+                f"{len(self.numbers)} layers attend through transformers' attention interface"
             )
         keys = []
         values = []
         scales = []
         queries = []
         stream = []
-        for layer in range(self.num_layers):
+        for layer in self.numbers:
             layer_keys, layer_values, scale = self.latest[layer]
             keys.append(layer_keys)
             values.append(layer_values)
@@ -190,6 +205,35 @@ class _Recording:
             self.queries[layer] = []
             stream.append(torch.cat(self.norms[layer], dim=1).median(dim=1).values)
         return Capture(keys, values, queries, _joined(hidden), scales, stream)
+
+
+@torch.no_grad()
+def layer_states(
+    model: PreTrainedModel,
+    input_ids: Int[Tensor, "batch tokens"],
+    layers: Sequence[int],
+    *,
+    past: Cache | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+    rope: Factors | None = None,
+) -> dict[int, LayerState]:
+    """The states of layers with a sliding window or a recurrent state after the tokens.
+
+    Args:
+        model, input_ids, chunk_tokens, rope: as in ``capture``.
+        layers: numbers of these layers; without any, nothing is run.
+        past: cache that the tokens follow, such as ``CompactCache.to_transformers(model)``; it
+            grows by the tokens.
+    """
+    if not layers:
+        return {}
+    enable(model)
+    cache = DynamicCache(config=model.config) if past is None else past
+    held = None if isinstance(past, PrefixCache) else rope
+    with held_factors(model, held):
+        for chunk in input_ids.split(chunk_tokens, dim=1):
+            hidden_states(model, input_ids=chunk, use_cache=True, **cache_argument(cache))
+    return {layer: LayerState.of(cache.layers[layer]) for layer in layers}
 
 
 def _joined(chunks: list[Float[Tensor, "... _ width"]]) -> Float[Tensor, "... tokens width"]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import SlotGate, enable
 from kvcat.attention.interface import Decision
+from kvcat.cache import recurrent_layers
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
@@ -194,6 +195,11 @@ class MaskedPass(nn.Module):
     ):
         super().__init__()
         layers = decoder_layers(model)
+        if recurrent_layers(model.config):
+            raise InputError(
+                f"{type(model).__name__}: a mask does not hide tokens from layers with a recurrent "
+                "state: such models are compressed, not trained"
+            )
         self.group_starts = check_group_starts(len(layers), sorted(policies))
         if not 0 < tau < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
-from kvcat.cache import cache_argument
+from kvcat.cache import cache_argument, recurrent_layers
 from kvcat.errors import InputError
 from kvcat.models.structure import frozen, relative_error
 from kvcat.types import Float, Int, Tensor
@@ -62,7 +62,7 @@ class KeyRotation:
         """Set ``turned``: whether each layer's keys depend on their position by a rotation."""
         start = max(0, -self.shift)
         tolerance = _TOLERANCE.get(model.dtype, 0.01)
-        for layer, (before, after) in enumerate(_keys_at(model, start, start + self.shift)):
+        for layer, (before, after) in _keys_at(model, start, start + self.shift).items():
             error_turned = relative_error(self(before, layer), after)
             error_unturned = relative_error(before, after)
             error = min(error_turned, error_unturned)
@@ -157,14 +157,22 @@ def _named_rotary(model: nn.Module) -> nn.Module | None:
 
 
 @torch.no_grad()
-def _keys_at(model: PreTrainedModel, *starts: int) -> list[tuple[Tensor, ...]]:
-    """Every layer's keys of a few tokens at several start positions, by one forward."""
+def _keys_at(model: PreTrainedModel, *starts: int) -> dict[int, tuple[Tensor, ...]]:
+    """The keys of a few tokens at several start positions, by one forward, for every layer that has
+    keys.
+    """
     vocab = model.config.get_text_config(decoder=True).vocab_size
-    cache = DynamicCache()
+    recurrent = recurrent_layers(model.config)
+    cache = DynamicCache(config=model.config) if recurrent else DynamicCache()
     tokens = torch.arange(_PROBE_TOKENS, device=model.device).expand(len(starts), -1) * 7 % vocab
     offsets = torch.arange(_PROBE_TOKENS, device=tokens.device)
     positions = torch.stack([start + offsets for start in starts])
     inputs = {"input_ids": tokens, "position_ids": positions, **cache_argument(cache)}
     with frozen(model):
         model.base_model(**inputs, use_cache=True)
-    return [layer.keys.split(1) for layer in cache.layers]  # type: ignore[union-attr]
+    layers: Any = cache.layers
+    return {
+        number: layer.keys.split(1)
+        for number, layer in enumerate(layers)
+        if number not in recurrent
+    }

@@ -8,9 +8,18 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from kvcat.attention import NAME, enable
-from kvcat.cache import CompactCache, CompactLayer, cache_argument, layer_windows, rope_factors
+from kvcat.cache import (
+    CompactCache,
+    CompactLayer,
+    LayerState,
+    cache_argument,
+    layer_windows,
+    recurrent_layers,
+    rope_factors,
+    state_layers,
+)
 from kvcat.errors import InputError, one_line
-from kvcat.models.capture import Capture, capture
+from kvcat.models.capture import Capture, capture, layer_states
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.rotation import KeyRotation
 from kvcat.models.structure import (
@@ -69,7 +78,8 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
       them, and gets gradients;
     - ``output_head`` can describe the head;
     - tokens after a compact cache of all slots equal the stock model, also as generation calls it,
-      and a log-bias of the slots changes them (not tested with shorter sliding windows);
+      and a log-bias of the slots changes them (not tested if all layers have shorter windows);
+      a model with recurrent states has no masked pass, and only this is tested;
     - keys can be rotated to other positions, or it is known that they cannot.
 
     The model then has kvcat's attention.
@@ -111,35 +121,55 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
 @torch.enable_grad()
 def _complaint(model: PreTrainedModel) -> str | None:
     """The first thing that does not work."""
-    windows = layer_windows(model.config)  # rejects layers that keep no keys and values
+    layer_windows(model.config)  # rejects layers of kinds that are not known
     example = _make_example(model)
-    policies, output = _run_both_passes(model, example.tokens, example.keep)
-    dense = logits_from_hidden(model, output.dense_hidden)
-    if not same(dense, example.logits):
-        return "the dense rows differ from the stock model"
-    captured = capture(model, example.tokens)
-    lengths = [window for window in windows if window is not None]
-    if min(lengths, default=_MAX_TOKENS) >= example.tokens.shape[1]:
-        complaint = _cache_complaint(model, example, captured)
+    recurrent = recurrent_layers(model.config)
+    whole = state_layers(model.config, example.tokens.shape[1])
+    compacted = [layer for layer in range(len(decoder_layers(model))) if layer not in whole]
+    attending = [layer for layer in range(len(decoder_layers(model))) if layer not in recurrent]
+    passes = None
+    if not recurrent:  # with recurrent states there is no masked pass
+        passes = _run_both_passes(model, example.tokens, example.keep)
+        if not same(logits_from_hidden(model, passes[1].dense_hidden), example.logits):
+            return "the dense rows differ from the stock model"
+    captured = capture(model, example.tokens, layers=attending)
+    if not same(logits_from_hidden(model, captured.hidden), example.logits):
+        return "its hidden states differ from the stock model"
+    if compacted:
+        complaint = _cache_complaint(model, example, compacted)
         if complaint is not None:
             return complaint
-    output_gains(model, [keys.shape[1] for keys in captured.keys])
+    output_gains(model, [keys.shape[1] for keys in captured.keys], attending)
+    if passes is None:
+        return None
+    policies, output = passes
     with suppress(InputError):  # compression methods work without turned keys
         KeyRotation(model, example.tokens.shape[1] // 2)
     masked = logits_from_hidden(model, output.masked_hidden)
     return _gate_complaint(masked, example, policies)
 
 
-def _cache_complaint(model: PreTrainedModel, example: _Example, captured: Capture) -> str | None:
-    """The first thing that does not work after a compact cache of the first half."""
+def _cache_complaint(model: PreTrainedModel, example: _Example, compacted: list[int]) -> str | None:
+    """The first thing that does not work after a compact cache of the first half.
+
+    Args:
+        model: a causal LM.
+        example: the input and the expected logits.
+        compacted: numbers of the layers with slots.
+    """
     tokens = example.tokens
-    expected = example.logits[:, tokens.shape[1] // 2 :]
-    unbiased = _behind_slots(model, tokens, captured, spread=0.0)
+    half = tokens.shape[1] // 2
+    whole = [layer for layer in range(len(decoder_layers(model))) if layer not in compacted]
+    captured = capture(model, tokens[:, :half], layers=compacted)
+    states = layer_states(model, tokens[:, :half], whole)
+    expected = example.logits[:, half:]
+    plain, biased = (_cache_of(model, captured, states, spread) for spread in (0.0, 1.0))
+    unbiased = _behind_slots(model, tokens, plain)
     if not same(unbiased, expected):
         return "tokens after a compact cache differ from the stock model"
-    if torch.equal(unbiased, _behind_slots(model, tokens, captured, spread=1.0)):
+    if torch.equal(unbiased, _behind_slots(model, tokens, biased)):
         return "the log-bias of a compact cache does not reach its attention"
-    if not same(_generated(model, tokens, captured), expected):
+    if not same(_generated(model, tokens, plain), expected):
         return "generation after a compact cache differs from the stock model"
     return None
 
@@ -215,38 +245,36 @@ def _run_both_passes(
 
 
 def _behind_slots(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], captured: Capture, spread: float
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], cache: CompactCache
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the second half after a compact cache of the first.
-
-    The log-bias of the slots goes from -spread to spread.
-    """
-    half = tokens.shape[1] // 2
-    past = _first_half(model, captured, half, spread).to_transformers(model)
-    return logits_from_hidden(model, capture(model, tokens[:, half:], past=past).hidden)
+    """Logits of the tokens after a compact cache of the first ones."""
+    past = cache.to_transformers(model)
+    new_tokens = tokens[:, cache.num_tokens :]
+    captured = capture(model, new_tokens, past=past, layers=cache.layer_numbers)
+    return logits_from_hidden(model, captured.hidden)
 
 
 @torch.no_grad()
 def _generated(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], captured: Capture
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], cache: CompactCache
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the second half after the first, from the model as generation calls it."""
-    half = tokens.shape[1] // 2
-    past = _first_half(model, captured, half, spread=0.0).to_transformers(model)
+    """Logits of the tokens after the cache's, from the model as generation calls it."""
+    past = cache.to_transformers(model)
     mask = torch.ones_like(tokens)
     options = {"attention_mask": mask, "use_cache": True, **cache_argument(past)}
-    return model(input_ids=tokens[:, half:], **options).logits
+    return model(input_ids=tokens[:, cache.num_tokens :], **options).logits
 
 
-def _first_half(
-    model: PreTrainedModel, captured: Capture, half: int, spread: float
+def _cache_of(
+    model: PreTrainedModel, captured: Capture, states: dict[int, LayerState], spread: float
 ) -> CompactCache:
-    """A compact cache of the first half, with a log-bias from -spread to spread."""
-    bias = torch.linspace(-spread, spread, half, device=captured.keys[0].device)
+    """A compact cache of all captured slots, with a log-bias from -spread to spread."""
+    num_tokens = captured.keys[0].shape[2]
+    bias = torch.linspace(-spread, spread, num_tokens, device=captured.keys[0].device)
     layers = []
     for keys, values in zip(captured.keys, captured.values, strict=True):
-        log_bias = bias.expand(*keys.shape[:2], half)
-        layers.append(CompactLayer(keys[:, :, :half], values[:, :, :half], log_bias))
-    factors = rope_factors(model.config, 2 * half)
+        log_bias = bias.expand(*keys.shape[:2], num_tokens)
+        layers.append(CompactLayer(keys, values, log_bias))
+    factors = rope_factors(model.config, 2 * num_tokens)
     metadata = {} if factors is None else {"rope": factors}
-    return CompactCache(layers, half, fingerprint="", metadata=metadata)
+    return CompactCache(layers, num_tokens, "", metadata, states)

@@ -39,7 +39,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def output_gains(
-    model: PreTrainedModel, kv_heads: Sequence[int]
+    model: PreTrainedModel, kv_heads: Sequence[int], layers: Sequence[int] | None = None
 ) -> list[Float[Tensor, " kv_heads"]]:
     """Per layer, how much each KV head's attention output moves the residual stream.
 
@@ -49,10 +49,13 @@ def output_gains(
     Args:
         model: a causal LM.
         kv_heads: number of KV heads of each layer.
+        layers: numbers of these layers; None: all.
     """
     gains = []
-    for layer, num_heads in zip(decoder_layers(model), kv_heads, strict=True):
-        weight = _output_projection(layer)  # (hidden, query heads x channels)
+    modules = decoder_layers(model)
+    numbers = range(len(modules)) if layers is None else layers
+    for number, num_heads in zip(numbers, kv_heads, strict=True):
+        weight = _output_projection(modules[number])  # (hidden, query heads x channels)
         columns = torch.ones(num_heads)
         if weight is not None and weight.shape[1] % num_heads == 0:
             columns = weight.detach().float().square().sum(0)

@@ -15,7 +15,14 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import (
+    FIRST_SLOTS,
+    CompactCache,
+    CompactLayer,
+    fingerprint,
+    first_slots,
+    positions_by_head,
+)
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
@@ -52,6 +59,11 @@ def plain_prefix(
             without a head_dim, heads of unequal slots in a layer, or a log-bias that may not be
             dropped.
     """
+    if cache.states:
+        raise InputError(
+            f"{type(model).__name__}: engines have no place for the states of sliding windows and "
+            "recurrent layers that are kept whole"
+        )
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
     cache = cache.unpacked()
@@ -67,6 +79,10 @@ def plain_prefix(
             rotated = CompactLayer(keys, full.values, full.log_bias)
             layers.append(_wide(rotated, cache.max_slots, head_dim))
     metadata = {**cache.metadata, "original_num_tokens": str(cache.num_tokens)}
+    known = [positions_by_head(layer) for layer in cache.ordinary_layers()]
+    positions = [by_head for by_head in known if by_head is not None]
+    if len(positions) == len(known):
+        metadata[FIRST_SLOTS] = first_slots(positions)
     if cache.has_log_bias:
         metadata["log_bias"] = "dropped" if drop_log_bias else "in the keys"
     return replace(cache, layers=layers, num_tokens=length, metadata=metadata)
@@ -124,6 +140,8 @@ class Prefix(NamedTuple):
     chat: bool  # whether the document opens a user's turn in the chat template
     num_slots: int  # of every head, and the position of the next token
     shape: tuple[int, int, int]  # layers, KV heads, channels
+    num_tokens: int = 0  # of the document
+    first_slots: str = ""  # which first tokens have slots (``kvcat.cache.first_slots``)
 
     def load(self) -> list[LayerStates]:
         """Keys and values of every layer.
@@ -168,6 +186,8 @@ def read_prefix(path: str | Path) -> Prefix:
         chat=metadata.get("chat") == "yes",
         num_slots=num_slots,
         shape=(num_layers, num_kv_heads, head_dim),
+        num_tokens=int(entries.get("num_tokens", "0")),
+        first_slots=metadata.get(FIRST_SLOTS, ""),
     )
 
 

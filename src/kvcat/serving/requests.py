@@ -15,6 +15,7 @@ from kvcat.compress.chat import ChatTemplate
 from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
 from kvcat.serving.prefix import Prefix, read_prefix
+from kvcat.serving.several import JoinedPrefix, WideRotation, join
 from kvcat.tokenization import TextEncoder
 
 FIELD = "kvcat"
@@ -29,23 +30,38 @@ class CacheFolder:
         folder: holds files of ``kvcat pack``; ``InputError`` if the folder does not exist.
         fingerprint: fingerprint of the model that the caches must belong to.
         shape: layers, KV heads and channels of the served model.
+        rotation: of the widened model, for requests that name several caches; None: they are
+            rejected.
     """
 
-    def __init__(self, folder: str | Path, fingerprint: str, shape: tuple[int, int, int]):
+    def __init__(
+        self,
+        folder: str | Path,
+        fingerprint: str,
+        shape: tuple[int, int, int],
+        rotation: WideRotation | None = None,
+    ):
         self.folder = Path(folder).expanduser()
         self.fingerprint = fingerprint
         self.shape = shape
+        self.rotation = rotation
         self._verified = lru_cache(self._read)
         if not self.folder.is_dir():
             raise InputError(f"no folder of caches {folder}")
 
-    def find(self, name: object) -> Prefix:
-        """The cache in the file of that name.
+    def find(self, name: object) -> Prefix | JoinedPrefix:
+        """The cache in the file of that name, or the caches of a list of names as one.
 
         Raises:
-            InputError: not the name of a file in the folder, a damaged file, or a cache of another
-                model or shape.
+            InputError: not the name of a file in the folder, a damaged file, a cache of another
+                model or shape, or several caches that cannot be joined.
         """
+        if isinstance(name, list) and name:
+            return join([self._find_one(each) for each in name], self.rotation)
+        return self._find_one(name)
+
+    def _find_one(self, name: object) -> Prefix:
+        """The cache in the file of that name."""
         is_name = isinstance(name, str)
         if not is_name or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
             raise InputError(
@@ -79,12 +95,14 @@ class CacheFolder:
         return prefix
 
 
-def request_fields(prefix: Prefix, name: str, ids: list[int], salt: str = "") -> dict[str, Any]:
+def request_fields(
+    prefix: Prefix | JoinedPrefix, name: str | list[str], ids: list[int], salt: str = ""
+) -> dict[str, Any]:
     """The fields ``prompt``, ``cache_salt`` and ``kv_transfer_params`` of a request.
 
     Args:
         prefix: the cache.
-        name: name of the cache's file.
+        name: name of the cache's file, or the names of several.
         ids: tokens that follow the document.
         salt: the client's salt, which is appended to the cache's.
     """

@@ -1,9 +1,9 @@
 """Compact caches in vLLM: a connector that fills the first slots of a request from a packed cache.
 
-A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``. The middleware replaces its
-text by placeholders for the slots and the tokens of the question. It answers a wrong name or file
-with status 400. Requests may bypass the middleware, so the connector checks again: if a request
-does not fit, it alone fails.
+A request names a cache in ``kv_transfer_params``: ``{"kvcat": NAME}``, or several in a list. The
+middleware replaces its text by placeholders for the slots and the tokens of the question. It
+answers a wrong name or file with status 400. Requests may bypass the middleware, so the connector
+checks again: if a request does not fit, it alone fails.
 
 The scheduler's side of the connector reports how many tokens the cache brings. The worker's side
 writes keys and values with the attention implementation's ``do_kv_cache_update``, which knows the
@@ -16,6 +16,7 @@ import json
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from functools import lru_cache
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -36,6 +37,7 @@ from kvcat.serving.requests import (
     prompt_ids,
     request_fields,
 )
+from kvcat.serving.several import JoinedPrefix, WideRotation
 from kvcat.serving.widen import widened_fingerprint
 
 logger = init_logger(__name__)
@@ -49,7 +51,7 @@ _TEXT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 class _Load(NamedTuple):
     """Slots of a cache to write into the cells of a request."""
 
-    prefix: Prefix
+    prefix: Prefix | JoinedPrefix
     start: int  # the first slot to write
     cells: torch.Tensor  # (slots to write): the cell of each
     blocks: list[int]  # the blocks of these cells
@@ -87,10 +89,10 @@ class CompactCacheConnector(base.KVConnectorBase_V1):
             )
         self._step = _Step()
         # The cache that each new request names, by request; None: the request fails.
-        self._prefixes: dict[str, Prefix | None] = {}
+        self._prefixes: dict[str, Prefix | JoinedPrefix | None] = {}
         self._failed_requests: set[str] = set()
         self._invalid_blocks: set[int] = set()
-        self._loaded = lru_cache(maxsize=16)(Prefix.load)
+        self._loaded = lru_cache(maxsize=16)(methodcaller("load"))
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
@@ -199,7 +201,7 @@ class CompactCacheConnector(base.KVConnectorBase_V1):
 
     wait_for_layer_load = save_kv_layer = wait_for_save = _nothing  # type: ignore[assignment]
 
-    def _named_prefix(self, request: Any) -> Prefix | None:
+    def _named_prefix(self, request: Any) -> Prefix | JoinedPrefix | None:
         """The cache that a request names, if any; ``InputError`` if it does not fit."""
         name = (request.kv_transfer_params or {}).get(FIELD)
         salt = request.cache_salt or ""
@@ -265,7 +267,8 @@ def open_folder(vllm_config: Any) -> CacheFolder:
             'kv_connector_extra_config must name the folder of packed caches: {"caches": FOLDER}'
         )
     shape = (config.num_hidden_layers, config.num_key_value_heads, config.head_dim)
-    return CacheFolder(folder, widened_fingerprint(config), shape)
+    fingerprint = widened_fingerprint(config)
+    return CacheFolder(folder, fingerprint, shape, WideRotation.of(config))
 
 
 def _adapter_names(state: Any) -> set[str]:

@@ -10,6 +10,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import (
+    FIRST_SLOTS,
     Bits,
     CompactCache,
     CompactLayer,
@@ -17,9 +18,11 @@ from kvcat.cache import (
     PackedHead,
     QuantizedLayer,
     check_dims,
+    first_slots,
 )
 from kvcat.compress.base import Compressor, compact_cache, top_positions
 from kvcat.compress.budgets import Curve, error_curves, share_out, slot_sizes
+from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.heads import (
     DenseAttention,
     HeadBatch,
@@ -32,16 +35,14 @@ from kvcat.compress.heads import (
 from kvcat.compress.protection import behind_protected
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
-from kvcat.compress.solvers import check_ridge, fit_log_bias, fit_values
+from kvcat.compress.solvers import check_ridge
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import output_gains
 from kvcat.options import check_options
 from kvcat.types import Float, Int, Tensor
 
-BOUNDS = (-3.0, 3.0)
 BUDGETS = ("equal", "adaptive", "layers")
-PULL = 0.15  # of the log-bias, relative to the usual column
 CURVE_RIDGE = 1e-4  # of the errors that budgets are allocated by
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
@@ -193,6 +194,8 @@ class AttentionMatching(_Options):
                 if not isinstance(layer, QuantizedLayer):
                     layer = behind_protected(trace, index, layer)
                 layers.append(layer)
+            if bits is not None and not trace.past_len:
+                options[FIRST_SLOTS] = _first_slots(trace, fits)
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _heads(self, trace: Trace) -> Heads:
@@ -212,7 +215,8 @@ class AttentionMatching(_Options):
         curves: dict[HeadIndex, Curve] = {}
         curve_sizes = {number for size in sizes for number in slot_sizes(size, trace.max_slots)}
         # an error counts relative to the stream that it is added to
-        gains = output_gains(trace.model, [keys.shape[1] for keys in trace.keys])
+        kv_heads = [keys.shape[1] for keys in trace.keys]
+        gains = output_gains(trace.model, kv_heads, trace.layer_numbers)
         for group in _with_progress(heads.groups_for_scores(), "attention of the prefix"):
             batch = heads.load(group)
             attention = dense_attention(batch)
@@ -292,7 +296,6 @@ def _match(
     if num_slots >= prefix_len and bits is None:
         every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
         return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0])), None
-    is_paper_form = num_iters is not None
     slots = top_positions(dense.importance, num_slots)
     slot_values = take(batch.values, slots)
     rounded_keys = None
@@ -305,33 +308,28 @@ def _match(
     if batch.last_seen is not None:
         sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
         outputs = outputs * sees_a_slot
-    bias = torch.zeros_like(slot_values[..., 0])
-    if log_bias:
-        # a query's equation is divided by its whole mass, except in the paper's form
-        weights = dense.weights * dense.mass if is_paper_form else dense.weights
-        bias = fit_log_bias(
-            scores,
-            dense.log_mass.unsqueeze(-1),
-            bounds=BOUNDS,
-            num_iters=num_iters,
-            pull=0.0 if is_paper_form or ridge is None else PULL,
-            relative_to="columns",
-            weights=weights,
-        )
-    attention = torch.softmax(scores.add_(bias.unsqueeze(1)), -1, out=scores)
-    # 0 where a query sees no slot
-    attention.nan_to_num_(0.0).mul_(dense.weights.unsqueeze(-1))
-    if is_paper_form:
-        values = fit_values(attention, outputs, ridge=ridge)
-    else:
-        values = fit_values(
-            attention, outputs, ridge=ridge, towards=slot_values, relative_to="columns"
-        )
+    dense = dense._replace(outputs=outputs)
+    bias, values, attention = fit_to_dense(
+        scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
+    )
     if bits is None or rounded_keys is None:
         return HeadFit(slots, values, bias), None
     rounded_values = round_values_together(values, attention, bits)
     fit = HeadFit(slots, rounded_values.numbers, bias)
     return fit, RoundedHeads(rounded_keys, rounded_values)
+
+
+def _first_slots(trace: Trace, fits: Mapping[HeadIndex, SlotsOfHead]) -> str:
+    """Which first tokens have a slot, for caches whose layers do not know positions."""
+    layers = []
+    for index, keys in enumerate(trace.keys):
+        num_examples, num_heads = keys.shape[:2]
+        by_example = [
+            [fits[index, example, head].fit.slots for head in range(num_heads)]
+            for example in range(num_examples)
+        ]
+        layers.append(by_example)
+    return first_slots(layers)
 
 
 def _layer(

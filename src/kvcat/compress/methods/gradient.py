@@ -321,7 +321,9 @@ class SlotTraining:
             CompactLayer(trained["keys"], trained["values"], trained.get("log_bias", fixed))
             for trained, fixed in zip(self._trained, self._fixed, strict=True)
         ]
-        cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, trace.facts())
+        cache = CompactCache(
+            layers, trace.prefix_len, trace.fingerprint, trace.facts(), trace.states
+        )
         with _recomputing(trace.model, self._method.activation_checkpointing):
             past = cache.to_transformers(trace.model, read_only=True, any_length=True)
             options = {"use_cache": True, **cache_argument(past)}

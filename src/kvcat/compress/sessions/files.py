@@ -162,7 +162,7 @@ def _state(
             for key, tensor in tensors.items()
             if key.startswith(_COMPACT)
         }
-        layers = checked_layers(entries, of_cache, name)
+        layers, _ = checked_layers(entries, of_cache, name)
         metadata = parse_metadata(entries["metadata"], name)
         num_tokens = int(entries["num_tokens"])
         compact = CompactCache(layers, num_tokens, entries["fingerprint"], metadata).to(device)

@@ -1,0 +1,97 @@
+"""What a compact cache records about the first tokens of its document, as metadata.
+
+``compose`` encodes these tokens again behind another document. It needs their ids, and which slots
+represent them. Layers in ordinary numbers know the positions of their slots. Layers in few bits do
+not, so that their caches record which of the first tokens have a slot.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from kvcat.cache.slots import Layer, RaggedLayer, Rows, spans
+from kvcat.choices import NUM_FIRST
+from kvcat.types import Int, Tensor
+
+FIRST_IDS = "first_ids"
+FIRST_SLOTS = "first_slots"
+_ROWS = ";"  # between the examples of a batch
+_DIGITS = NUM_FIRST // 4  # hexadecimal digits for one bit of each first token
+
+PositionsOfHeads = Sequence[Sequence[Int[Tensor, " _"]]]
+"""Positions of the slots of one layer, per example and KV head."""
+
+
+def first_ids(tokens: Int[Tensor, "batch prefix"]) -> str:
+    """The ids of the first tokens, as text for the metadata."""
+    rows = tokens[:, :NUM_FIRST].tolist()
+    return _ROWS.join(" ".join(str(token) for token in row) for row in rows)
+
+
+def parse_first_ids(text: str) -> Int[Tensor, "batch first"]:
+    """The ids that ``first_ids`` wrote."""
+    return torch.tensor([[int(word) for word in row.split()] for row in text.split(_ROWS)])
+
+
+def positions_by_head(layer: Layer) -> PositionsOfHeads | None:
+    """The token position of every slot, per example and KV head; None if they are not known."""
+    if layer.positions is None:
+        return None
+    if not isinstance(layer, RaggedLayer):
+        return [list(example) for example in layer.positions]
+    num_heads = layer.counts.shape[1]
+    heads = [layer.positions[slots] for slots in spans(layer.counts.flatten().tolist())]
+    return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
+
+
+def first_slots(layers: Sequence[PositionsOfHeads]) -> str:
+    """Which of the first tokens have a slot, in every head of every layer, as text.
+
+    The slots must be in the order of their positions. Each head has ``NUM_FIRST`` bits, of which
+    the lowest is the first token's.
+
+    Args:
+        layers: positions of the slots of each layer.
+    """
+    rows = []
+    for example in range(len(layers[0])):
+        words = [_bits(positions) for layer in layers for positions in layer[example]]
+        rows.append("".join(words))
+    return _ROWS.join(rows)
+
+
+def count_before(
+    text: str, num_tokens: int, counts: Sequence[Int[Tensor, "batch kv_heads"]]
+) -> list[Int[Tensor, "batch kv_heads"]]:
+    """How many slots of every head represent one of the first ``num_tokens`` tokens.
+
+    Args:
+        text: made by ``first_slots``.
+        num_tokens: at most ``NUM_FIRST``.
+        counts: slots of every head of each layer, whose shapes the result has.
+    """
+    mask = (1 << num_tokens) - 1
+    numbers = []
+    for row in text.split(_ROWS):
+        words = [row[start : start + _DIGITS] for start in range(0, len(row), _DIGITS)]
+        numbers.append([(int(word, 16) & mask).bit_count() for word in words])
+    heads_of_layers = [layer_counts.shape[1] for layer_counts in counts]
+    return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
+
+
+def of_rows(metadata: dict[str, str], rows: Rows) -> dict[str, str]:
+    """The metadata of a batch's chosen examples."""
+    selected = dict(metadata)
+    for name in (FIRST_IDS, FIRST_SLOTS):
+        if name in metadata:
+            texts = metadata[name].split(_ROWS)
+            chosen: Any = torch.arange(len(texts))[rows.cpu() if torch.is_tensor(rows) else rows]
+            selected[name] = _ROWS.join(texts[row] for row in chosen.tolist())
+    return selected
+
+
+def _bits(positions: Int[Tensor, " slots"]) -> str:
+    """One head's word."""
+    first = positions[positions < NUM_FIRST].tolist()
+    return f"{sum(1 << position for position in set(first)):0{_DIGITS}x}"

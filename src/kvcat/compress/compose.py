@@ -1,0 +1,364 @@
+"""Compact caches of several documents as one, and tokens appended to a compact cache."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcat.cache import (
+    FIRST_IDS,
+    FIRST_SLOTS,
+    CompactCache,
+    CompactLayer,
+    Layer,
+    LayerState,
+    check_batch_of_ids,
+    count_before,
+    parse_first_ids,
+    positions_by_head,
+)
+from kvcat.choices import NUM_FIRST, SEAM_TOKENS
+from kvcat.compress.refit import refit_slots
+from kvcat.compress.trace import Trace, slot_facts
+from kvcat.errors import InputError
+from kvcat.models import capture, frozen, positions_of
+from kvcat.models.rotation import KeyRotation
+from kvcat.types import Float, Int, Tensor
+
+_OF_ONE_DOCUMENT = ("document", FIRST_SLOTS, "bits", "held_out_kl")
+"""Metadata that is not true of several documents, or of a longer one."""
+
+
+@torch.no_grad()
+def compose(
+    model: PreTrainedModel,
+    caches: Sequence[CompactCache],
+    *,
+    seam_tokens: int = SEAM_TOKENS,
+    refit: Trace | None = None,
+) -> CompactCache:
+    """The compact cache of several documents, one behind the other.
+
+    The keys of every later document are rotated to their new positions. The first document's first
+    token is the attention sink of all: the slots of a later document's first token are left out.
+    Instead, or with ``seam_tokens`` instead of the first ones, these tokens are encoded again
+    behind the documents before them, and keep exact slots in every head. The order of the documents
+    is that of ``caches``. A single cache is returned unchanged; caches in few bits are unpacked.
+
+    Args:
+        model: the model that the caches were made with.
+        caches: at least one, with equally many examples each.
+        seam_tokens: first tokens of every later document that are encoded again, 0 to 16.
+        refit: trace of all documents' tokens as one prefix, to which log-bias and values are fitted
+            again (``refit_slots``); None: they stay as they are.
+
+    Raises:
+        InputError: no caches; a cache of another model or batch; keys that cannot be rotated; a
+            seam of tokens that a cache does not record; a later document that opens a chat turn; or
+            more tokens than the model has positions.
+    """
+    _check(model, caches, seam_tokens)
+    if len(caches) > 1 and any(cache.states for cache in caches):
+        raise InputError(
+            f"{type(model).__name__}: layers with a sliding window shorter than the document or "
+            "with a recurrent state keep the state of one document: compress them as one text"
+        )
+    if refit is not None:
+        _check_refit(refit, caches)
+    if len(caches) == 1:
+        return caches[0] if refit is None else refit_slots(refit, caches[0].unpacked())
+    num_seams = [min(seam_tokens, cache.num_tokens) for cache in caches]
+    later = [
+        _slots_behind(cache, max(1, num_seam), f"document {number}", required=num_seam > 0)
+        for number, (cache, num_seam) in enumerate(zip(caches, num_seams, strict=True), start=1)
+    ]
+    composed = caches[0].unpacked()
+    for cache, num_seam, slots in zip(caches[1:], num_seams[1:], later[1:], strict=True):
+        start = composed.num_tokens
+        layers = [[layer] for layer in map(_heads_of, composed.ordinary_layers())]
+        if num_seam:
+            ids = parse_first_ids(cache.metadata[FIRST_IDS])[:, :num_seam]
+            seam, _ = _encoded(model, composed, ids)
+            for layer, added in zip(layers, seam, strict=True):
+                layer.append(added)
+        rotation = KeyRotation(model, start)
+        for index, (layer, heads) in enumerate(zip(layers, slots, strict=True)):
+            layer.append(_moved(heads, rotation, index))
+        joined = [_joined(sections) for sections in layers]
+        composed = replace(composed, layers=joined, num_tokens=start + cache.num_tokens)
+    composed = replace(composed, metadata=_metadata(caches, composed, seam_tokens))
+    return composed if refit is None else refit_slots(refit, composed)
+
+
+@torch.no_grad()
+def append(
+    model: PreTrainedModel, cache: CompactCache, input_ids: Int[Tensor, "batch new"]
+) -> CompactCache:
+    """The compact cache of a prefix and of the tokens after it, whose slots are exact.
+
+    A cache in few bits is unpacked.
+
+    Args:
+        model: the model that the cache was made with.
+        cache: of the prefix.
+        input_ids: tokens that follow the prefix, one row for each example of the cache.
+
+    Raises:
+        InputError: another model or batch, no tokens, tokens without an embedding, or more tokens
+            than the model has positions.
+    """
+    check_batch_of_ids(input_ids)
+    cache.check_tokens(model, input_ids)
+    if len(input_ids) != cache.batch_size:
+        raise InputError(f"{len(input_ids)} rows of tokens for {cache.batch_size} examples")
+    num_tokens = cache.num_tokens + input_ids.shape[1]
+    _check_positions(model, num_tokens)
+    added, states = _encoded(model, cache, input_ids)
+    pairs = zip(map(_heads_of, cache.ordinary_layers()), added, strict=True)
+    layers = [_joined([held, new]) for held, new in pairs]
+    longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
+    metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
+    metadata |= slot_facts(longer)
+    metadata["appended"] = str(int(metadata.get("appended", "0")) + input_ids.shape[1])
+    return replace(longer, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class _Head:
+    """The slots of one KV head of one example.
+
+    Args:
+        keys, values: after rotation.
+        log_bias: nats; None: 0.
+        positions: of the slots' tokens; None: not known.
+    """
+
+    keys: Float[Tensor, "slots head_dim"]
+    values: Float[Tensor, "slots value_dim"]
+    log_bias: Float[Tensor, " slots"] | None
+    positions: Int[Tensor, " slots"] | None
+
+    def kept(self, which: slice | Tensor) -> "_Head":
+        """The chosen slots."""
+        bias = None if self.log_bias is None else self.log_bias[which]
+        positions = None if self.positions is None else self.positions[which]
+        return _Head(self.keys[which], self.values[which], bias, positions)
+
+
+_Heads = list[list[_Head]]
+"""The heads of one layer, per example and KV head."""
+
+
+def _heads_of(layer: Layer) -> _Heads:
+    positions = positions_by_head(layer)
+    num_examples, num_heads = layer.counts.shape
+    heads: _Heads = []
+    for example in range(num_examples):
+        of_example = []
+        for head in range(num_heads):
+            known = None if positions is None else positions[example][head]
+            of_example.append(_Head(*layer.head(example, head), known))
+        heads.append(of_example)
+    return heads
+
+
+def _joined(sections: Sequence[_Heads]) -> Layer:
+    """A layer of the slots of all sections, one behind the other in every head."""
+    heads = [head for section in sections for example in section for head in example]
+    has_bias = any(head.log_bias is not None for head in heads)
+    has_positions = all(head.positions is not None for head in heads)
+    states: dict[str, list[list[Tensor]]] = {"keys": [], "values": []}
+    if has_bias:
+        states["log_bias"] = []
+    if has_positions:
+        states["positions"] = []
+    for sections_of_example in zip(*sections, strict=True):
+        for rows in states.values():
+            rows.append([])
+        for pieces in zip(*sections_of_example, strict=True):
+            for name, rows in states.items():
+                rows[-1].append(torch.cat([_tensor_of(piece, name) for piece in pieces]))
+    return CompactLayer.ragged(**states)
+
+
+def _tensor_of(head: _Head, name: str) -> Tensor:
+    """One of the head's tensors; a log-bias in at least float32, 0 if the head has none."""
+    if name != "log_bias":
+        return getattr(head, name)
+    dtype = torch.promote_types(head.keys.dtype, torch.float32)
+    if head.log_bias is None:
+        return head.keys.new_zeros(len(head.keys), dtype=dtype)
+    return head.log_bias.to(dtype)
+
+
+def _slots_behind(
+    cache: CompactCache, num_tokens: int, name: str, *, required: bool
+) -> list[_Heads]:
+    """The slots of a cache without those of its first ``num_tokens`` tokens, per layer.
+
+    If the cache does not record which slots these are, all slots are returned.
+
+    Raises:
+        InputError: it does not record them, and ``required`` says that it must.
+    """
+    layers = [_heads_of(layer) for layer in cache.ordinary_layers()]
+    heads = [head for layer in layers for row in layer for head in row]
+    if all(head.positions is not None for head in heads):
+        return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
+    if cache.mean_slots == cache.num_tokens:
+        counts = [torch.full_like(layer.counts, num_tokens) for layer in cache.layers]
+    elif FIRST_SLOTS in cache.metadata:
+        counts_of_layers = [layer.counts for layer in cache.layers]
+        counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, counts_of_layers)
+    elif required:
+        raise InputError(
+            f"{name} does not record which tokens its slots represent (method "
+            f"{_fact(cache, 'method')}), so that its first tokens cannot be encoded again: give "
+            "seam_tokens=0"
+        )
+    else:
+        return layers
+    return [
+        _without_first(layer, layer_counts)
+        for layer, layer_counts in zip(layers, counts, strict=True)
+    ]
+
+
+def _from(head: _Head, position: int) -> _Head:
+    """The slots of the tokens at a position and after."""
+    positions: Any = head.positions
+    return head.kept(positions >= position)
+
+
+def _without_first(heads: _Heads, counts: Int[Tensor, "batch kv_heads"]) -> _Heads:
+    """The heads of a layer, each without its first slots, as many as ``counts`` has."""
+    rows = []
+    for row, counts_of_row in zip(heads, counts.tolist(), strict=True):
+        kept = [
+            head.kept(slice(count, None)) for head, count in zip(row, counts_of_row, strict=True)
+        ]
+        rows.append(kept)
+    return rows
+
+
+def _moved(heads: _Heads, rotation: KeyRotation, layer: int) -> _Heads:
+    """The heads with keys and positions ``rotation.shift`` tokens later."""
+    moved = []
+    for row in heads:
+        of_example = []
+        for head in row:
+            keys = head.keys
+            if len(keys):
+                keys = rotation(keys[None, None], layer)[0, 0]
+            positions = None if head.positions is None else head.positions + rotation.shift
+            of_example.append(replace(head, keys=keys, positions=positions))
+        moved.append(of_example)
+    return moved
+
+
+def _encoded(
+    model: PreTrainedModel, cache: CompactCache, input_ids: Int[Tensor, "batch new"]
+) -> tuple[list[_Heads], dict[int, LayerState]]:
+    """The exact slots of tokens that follow a compact cache, per layer, and the states then."""
+    num_new = input_ids.shape[1]
+    padded = replace(cache, layers=[layer.padded() for layer in cache.ordinary_layers()])
+    past = padded.to_transformers(model)
+    with frozen(model):
+        captured = capture(
+            model,
+            input_ids.to(model.device),
+            query_positions=torch.arange(0),
+            hidden_start=num_new - 1,
+            past=past,
+            layers=cache.layer_numbers,
+        )
+    states = {number: LayerState.of(past.layers[number]) for number in cache.states}
+    positions = torch.arange(cache.num_tokens, cache.num_tokens + num_new, device=model.device)
+    layers = []
+    for keys, values in zip(captured.keys, captured.values, strict=True):
+        layer = CompactLayer(
+            keys[:, :, -num_new:].to(cache.dtype),
+            values[:, :, -num_new:].to(cache.dtype),
+            None,
+            positions.expand(*keys.shape[:2], -1),
+        )
+        layers.append(_heads_of(layer))
+    return layers, states
+
+
+def _metadata(
+    caches: Sequence[CompactCache], composed: CompactCache, seam_tokens: int
+) -> dict[str, str]:
+    """How the composed cache was made."""
+    first = caches[0].metadata
+    metadata = {key: fact for key, fact in first.items() if key not in _OF_ONE_DOCUMENT}
+    for key in ("method", "supervision"):
+        metadata[key] = " + ".join(dict.fromkeys(_fact(cache, key) for cache in caches))
+    metadata |= slot_facts(composed)
+    metadata["keep_ratio"] = f"{composed.mean_slots / composed.num_tokens:.6g}"
+    metadata["documents"] = " ".join(str(cache.num_tokens) for cache in caches)
+    metadata["seam_tokens"] = str(seam_tokens)
+    return metadata
+
+
+def _fact(cache: CompactCache, key: str) -> str:
+    return cache.metadata.get(key, "unknown")
+
+
+def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
+    """Raise an ``InputError`` for caches that cannot be composed."""
+    if not caches:
+        raise InputError("no caches to compose: give at least one")
+    if not 0 <= seam_tokens <= NUM_FIRST:
+        raise InputError(f"seam_tokens must be in [0, {NUM_FIRST}], not {seam_tokens}")
+    for number, cache in enumerate(caches, start=1):
+        cache.check_model(model, f"document {number}")
+        if cache.batch_size != caches[0].batch_size:
+            raise InputError(
+                f"document {number} holds {cache.batch_size} examples, document 1 "
+                f"{caches[0].batch_size}"
+            )
+        if number > 1:
+            _check_later(cache, seam_tokens, number)
+    if len(caches) > 1:
+        KeyRotation(model, 0)  # rejects a model whose keys cannot be rotated
+        _check_positions(model, sum(cache.num_tokens for cache in caches))
+
+
+def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
+    """Raise an ``InputError`` for a cache that cannot follow another one."""
+    if cache.metadata.get("chat") == "yes":
+        raise InputError(
+            f"document {number} opens a turn of the chat template: compress all documents but the "
+            "first without --chat"
+        )
+    num_seam = min(seam_tokens, cache.num_tokens)
+    if num_seam and FIRST_IDS not in cache.metadata:
+        raise InputError(
+            f"document {number} does not record its first tokens, which an earlier version of "
+            "kvcat left out: compress it again, or give seam_tokens=0"
+        )
+
+
+def _check_refit(refit: Trace, caches: Sequence[CompactCache]) -> None:
+    """Raise an ``InputError`` for a trace of other documents."""
+    num_tokens = sum(cache.num_tokens for cache in caches)
+    if refit.prefix_len != num_tokens or refit.batch_size != caches[0].batch_size:
+        raise InputError(
+            f"refit is a trace of {refit.batch_size} prefixes of {refit.prefix_len} tokens, the "
+            f"documents are {caches[0].batch_size} of {num_tokens}"
+        )
+    if refit.past_len:
+        raise InputError("refit must be a dense trace, not one with a past")
+    if refit.fingerprint != caches[0].fingerprint:
+        raise InputError("refit is a trace of another model")
+
+
+def _check_positions(model: PreTrainedModel, num_tokens: int) -> None:
+    most = positions_of(model.config)
+    if num_tokens > most:
+        raise InputError(
+            f"{num_tokens} tokens exceed the {most} positions of {type(model).__name__}"
+        )

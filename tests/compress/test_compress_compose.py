@@ -1,0 +1,267 @@
+"""Several documents' caches as one, and tokens appended, against plain transformers in float64."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+import kvcat
+from kvcat.cache import CompactCache, cache_argument
+from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
+from stays_double import StaysDouble
+from tiny import loud_model, refusal
+
+FIRST, SECOND, LATER = 20, 24, 9
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10_000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+    "attention_factor": 1.3,
+}
+ROTARY = {
+    "llama": {},
+    "qwen3": {"head_dim": 8},
+    "gpt_neox, partial": {"rotary_pct": 0.5},
+    "phi, partial": {"partial_rotary_factor": 0.5},
+    "llama, llama3": {"rope_parameters": LLAMA3},
+    "qwen2, yarn": {"rope_parameters": YARN},
+}
+
+
+def tokens(length, seed, rows=2):
+    return torch.randint(3, 67, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+A, B, QUESTION = tokens(FIRST, 1), tokens(SECOND, 2), tokens(LATER, 3)
+
+
+def made_apart(model, ids, start):
+    """Keys and values of a document alone, at positions from ``start`` on, by transformers."""
+    past = DynamicCache()
+    positions = torch.arange(start, start + ids.shape[1])[None]
+    model(input_ids=ids, position_ids=positions, use_cache=True, **cache_argument(past))
+    return [(layer.keys, layer.values) for layer in past.layers]
+
+
+def logits_behind(model, states, ids, start):
+    """Logits of tokens at positions from ``start`` on, behind given keys and values."""
+    past = DynamicCache()
+    for index, (keys, values) in enumerate(states):
+        past.update(keys, values, index)
+    positions = torch.arange(start, start + ids.shape[1])[None].expand(len(ids), -1)
+    mask = torch.ones(len(ids), states[0][0].shape[2] + ids.shape[1], dtype=torch.long)
+    options = {"attention_mask": mask, "use_cache": True, **cache_argument(past)}
+    return model(input_ids=ids, position_ids=positions, **options).logits
+
+
+def whole(model, ids):
+    return kvcat.trace(model, ids, supervision="self").dense_cache()
+
+
+@pytest.fixture(scope="module")
+def pair(double):
+    return [kvcat.trace(double, ids, supervision="self") for ids in (A, B)]
+
+
+@pytest.mark.parametrize("name", ROTARY)
+def test_whole_documents_composed_equal_keys_made_apart_by_transformers_at_their_new_positions(
+    name,
+):
+    model = loud_model(name.partition(",")[0], torch.float64, 0.2, **ROTARY[name])
+    with StaysDouble(), torch.no_grad():
+        composed = kvcat.compose(model, [whole(model, A), whole(model, B)], seam_tokens=0)
+        actual = kvcat.replay(model, composed, QUESTION)
+        model.set_attn_implementation("eager")
+        states = [
+            tuple(torch.cat([one, two[:, :, 1:]], dim=2) for one, two in zip(*both, strict=True))
+            for both in zip(made_apart(model, A, 0), made_apart(model, B, FIRST), strict=True)
+        ]
+        expected = logits_behind(model, states, QUESTION, FIRST + SECOND)
+        unturned = logits_behind(model, made_apart(model, A, 0), QUESTION, FIRST + SECOND)
+    assert composed.num_tokens == FIRST + SECOND
+    assert composed.num_slots == FIRST + SECOND - 1
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+    assert (actual - unturned).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("seam_tokens", [1, 5, 16])
+def test_the_seam_is_encoded_behind_the_first_document_and_the_rest_stays_as_made_apart(
+    double, seam_tokens
+):
+    with StaysDouble(), torch.no_grad():
+        caches = [whole(double, A), whole(double, B)]
+        composed = kvcat.compose(double, caches, seam_tokens=seam_tokens)
+        actual = kvcat.replay(double, composed, QUESTION)
+        joint = made_apart(double, torch.cat([A, B[:, :seam_tokens]], dim=1), 0)
+        apart = made_apart(double, B, FIRST)
+        states = [
+            tuple(
+                torch.cat([one, two[:, :, seam_tokens:]], dim=2)
+                for one, two in zip(*both, strict=True)
+            )
+            for both in zip(joint, apart, strict=True)
+        ]
+        expected = logits_behind(double, states, QUESTION, FIRST + SECOND)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+def test_appended_tokens_continue_as_the_dense_model_does(double):
+    with StaysDouble():
+        longer = kvcat.append(double, whole(double, A), B)
+        longer = kvcat.append(double, longer, QUESTION[:, :3])
+        actual = kvcat.replay(double, longer, QUESTION[:, 3:])
+        with torch.no_grad():
+            text = torch.cat([A, B, QUESTION], dim=1)
+            expected = double(input_ids=text).logits[:, FIRST + SECOND + 3 :]
+    assert longer.num_tokens == FIRST + SECOND + 3
+    assert longer.metadata["appended"] == str(SECOND + 3)
+    assert "document" not in longer.metadata
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("method", ["attention-matching", "streaming", "refined"])
+def test_appending_to_a_small_cache_predicts_as_running_the_tokens_behind_it(double, pair, method):
+    small = make_compressor(method)(pair[0], num_slots=6)
+    longer = kvcat.append(double, small, B)
+    followed = kvcat.replay(double, small, torch.cat([B, QUESTION], dim=1))[:, SECOND:]
+    assert torch.allclose(kvcat.replay(double, longer, QUESTION), followed, atol=1e-9)
+    counts = [layer.counts.tolist() for layer in longer.layers]
+    assert counts == [(layer.counts + SECOND).tolist() for layer in small.layers]
+
+
+def test_composing_one_cache_is_that_cache(double, pair):
+    small = AttentionMatching()(pair[0], num_slots=6)
+    assert kvcat.compose(double, [small]) is small
+
+
+def test_three_documents_stand_in_their_order_and_slots_keep_values_and_log_bias(double, pair):
+    caches = [AttentionMatching()(trace, num_slots=7) for trace in (*pair, pair[0])]
+    composed = kvcat.compose(double, caches, seam_tokens=4)
+    assert composed.num_tokens == 2 * FIRST + SECOND
+    assert composed.metadata["documents"] == f"{FIRST} {SECOND} {FIRST}"
+    for index, layer in enumerate(composed.layers):
+        positions = layer.positions
+        firsts = layer.positions[: int(layer.counts[0, 0])]
+        assert (firsts.diff() > 0).all()
+        seams = [(positions >= FIRST) & (positions < FIRST + 4)]
+        seams.append((positions >= FIRST + SECOND) & (positions < FIRST + SECOND + 4))
+        for seam in seams:
+            assert int(seam.sum()) == 4 * layer.counts.numel()
+            assert not layer.log_bias[seam].any()
+        kept = caches[1].layers[index]
+        moved = (positions >= FIRST + 4) & (positions < FIRST + SECOND)
+        assert torch.equal(layer.values[moved], _flat(kept, "values"))
+        assert torch.equal(layer.log_bias[moved], _flat(kept, "log_bias"))
+
+
+def _flat(layer, name):
+    """A tensor of a layer's slots behind its first four tokens, head by head."""
+    tensor = getattr(layer, name)
+    return tensor[layer.positions >= 4]
+
+
+def test_a_row_of_a_batch_is_composed_as_it_is_alone(double, pair):
+    caches = [AttentionMatching()(trace, num_slots=7) for trace in pair]
+    row = kvcat.compose(double, [cache.select([1]) for cache in caches])
+    together = kvcat.compose(double, caches).select([1])
+    first, second = (kvcat.replay(double, cache, QUESTION[1:]) for cache in (row, together))
+    torch.testing.assert_close(first, second)
+
+
+def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_tokens(double, pair):
+    for method in ("attention-matching", "streaming"):
+        exact, packed = (
+            [make_compressor(method, **bits)(trace, num_slots=9) for trace in pair]
+            for bits in ({}, {"bits": 8})
+        )
+        composed = kvcat.compose(double, packed)
+        assert composed.bits is None
+        assert "bits" not in composed.metadata
+        expected = kvcat.compose(double, exact)
+        for layer, like in zip(composed.layers, expected.layers, strict=True):
+            assert torch.equal(layer.counts, like.counts)
+        logits = [kvcat.replay(double, cache, QUESTION) for cache in (composed, expected)]
+        assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[1].std()
+
+
+def test_a_composed_cache_is_saved_loaded_and_composed_again(double, pair, tmp_path):
+    caches = [AttentionMatching()(trace, num_slots=7) for trace in pair]
+    loaded = []
+    for number, cache in enumerate(caches):
+        cache.save(tmp_path / f"{number}.safetensors")
+        loaded.append(CompactCache.load(tmp_path / f"{number}.safetensors", double))
+    composed = kvcat.compose(double, loaded)
+    composed.save(tmp_path / "both.safetensors")
+    both = CompactCache.load(tmp_path / "both.safetensors", double)
+    again = kvcat.compose(double, [caches[0], both])
+    at_once = kvcat.compose(double, [caches[0], *caches])
+    assert again.num_tokens == at_once.num_tokens == 2 * FIRST + SECOND
+    assert again.mean_slots == at_once.mean_slots
+
+
+def test_a_joint_refit_fits_the_documents_read_together_better(double, pair):
+    caches = [AttentionMatching()(trace, num_slots=10) for trace in pair]
+    text = torch.cat([A, B, QUESTION], dim=1)
+    joint = kvcat.trace(double, text, FIRST + SECOND)
+    plain = kvcat.compose(double, caches)
+    fitted = kvcat.compose(double, caches, refit=joint)
+    kls = [kvcat.compare(joint, cache).kl.mean() for cache in (plain, fitted)]
+    assert kls[1] < 0.7 * kls[0]
+    for layer, like in zip(fitted.layers, plain.layers, strict=True):
+        assert torch.equal(layer.keys, like.keys)
+
+
+def test_what_cannot_be_composed_is_rejected_by_name(double, pair, windows):
+    one, two = (AttentionMatching()(trace, num_slots=7) for trace in pair)
+    assert "at least one" in refusal(kvcat.compose, double, [])
+    assert "[0, 16]" in refusal(kvcat.compose, double, [one, two], seam_tokens=17)
+    other = loud_model("llama", torch.float64, num_hidden_layers=3)
+    assert "document 1 belongs to another model" in refusal(kvcat.compose, other, [one, two])
+    assert "document 2 holds 1 examples" in refusal(kvcat.compose, double, [one, two.select([0])])
+    chat = replace(two, metadata={**two.metadata, "chat": "yes"})
+    assert "document 2 opens a turn" in refusal(kvcat.compose, double, [one, chat])
+    long = [kvcat.trace(double, windows, supervision="self").dense_cache()] * 3
+    assert "192 tokens exceed the 128 positions" in refusal(kvcat.compose, double, long)
+    bare = replace(two, metadata={})
+    assert "does not record its first tokens" in refusal(kvcat.compose, double, [one, bare])
+    assert kvcat.compose(double, [one, bare], seam_tokens=0).num_tokens == FIRST + SECOND
+    suffixed = kvcat.trace(double, torch.cat([B, QUESTION], dim=1), SECOND)
+    trained = GradientCompression(num_steps=1)(suffixed, num_slots=7)
+    assert "which tokens its slots represent" in refusal(kvcat.compose, double, [one, trained])
+    assert kvcat.compose(double, [one, trained], seam_tokens=0).mean_slots == 14
+    joint = kvcat.trace(double, A, supervision="self")
+    assert "refit is a trace of 2 prefixes" in refusal(
+        kvcat.compose, double, [one, two], refit=joint
+    )
+    assert "cannot serve 1 rows" in refusal(kvcat.append, double, one, B[:1])
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "reason"),
+    [
+        ("gpt2", {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}, "no rotary"),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
+            "depend on the length",
+        ),
+    ],
+)
+def test_models_whose_keys_cannot_be_rotated_are_rejected(kind, options, reason):
+    model = loud_model(kind, **options)
+    caches = [
+        Eviction("streaming")(kvcat.trace(model, x, supervision="self"), num_slots=5)
+        for x in (A, B)
+    ]
+    assert reason in refusal(kvcat.compose, model, caches)
+    assert kvcat.append(model, caches[0], B).num_tokens == FIRST + SECOND

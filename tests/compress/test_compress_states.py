@@ -1,0 +1,326 @@
+"""Models in which only some layers see the whole text: the others keep their state whole.
+
+The oracle is transformers' forward of the whole text, in which the queries of the suffix do not see
+the slots that were evicted, in the layers of full attention alone.
+"""
+
+import pytest
+import torch
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+import kvcat
+from kvcat.cache import CompactCache
+from kvcat.compress import Eviction, make_compressor, smallest_cache
+from kvcat.errors import InputError
+from kvcat.models import MaskedPass, self_test
+from kvcat.policies import RandomPolicy
+from stays_double import StaysDouble
+from tiny import TRANSFORMERS, loud_model, refusal
+
+PREFIX, TOKENS, WINDOW = 30, 44, 8
+SLIDING = ["sliding_attention", "full_attention", "sliding_attention"]
+LINEAR = {
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+EXPERTS = {
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+MAMBA = {
+    "mamba_n_heads": 4,
+    "mamba_d_head": 16,
+    "mamba_d_state": 8,
+    "mamba_n_groups": 1,
+    "mamba_expand": 2,
+    "mamba_chunk_size": 8,
+}
+GEMMA3 = {
+    "num_hidden_layers": 3,
+    "layer_types": SLIDING,
+    "sliding_window": WINDOW,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+}
+FAMILIES = {
+    "gemma3_text": GEMMA3,
+    "gemma4_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "global_head_dim": 16,
+        "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 67,
+        "num_kv_shared_layers": 0,
+    },
+    "qwen2": {
+        "num_hidden_layers": 3,
+        "use_sliding_window": True,
+        "sliding_window": WINDOW,
+        "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+    },
+    "cohere2": {"num_hidden_layers": 4, "sliding_window": WINDOW},
+    "olmo3": {"num_hidden_layers": 4, "sliding_window": WINDOW},
+    "exaone4": {"num_hidden_layers": 4, "sliding_window": WINDOW, "sliding_window_pattern": 4},
+    "lfm2": {
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "full_attention"],
+        "block_auto_adjust_ff_dim": False,
+    },
+    "qwen3_next": {"num_hidden_layers": 4, "head_dim": 8, **LINEAR, **EXPERTS},
+    "qwen3_5_text": {"num_hidden_layers": 4, "head_dim": 16, **LINEAR},
+    "granitemoehybrid": {
+        "num_hidden_layers": 3,
+        "layer_types": ["mamba", "attention", "mamba"],
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "shared_intermediate_size": 32,
+        **MAMBA,
+    },
+}
+RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "granitemoehybrid")
+FEW = ("gemma3_text", "lfm2", "qwen3_next")
+FEW_FIRST = [
+    name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
+]
+
+
+def oracle_attention(module, query, key, value, attention_mask, seen=None, **options):
+    """Attention of transformers; in layers with an entry in ``seen``, written out with its mask."""
+    mask = None if seen is None else seen.get(module.layer_idx)
+    if mask is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+    repeats = query.shape[1] // key.shape[1]
+    keys = key.repeat_interleave(repeats, dim=1)
+    values = value.repeat_interleave(repeats, dim=1)
+    scaling = options.get("scaling") or query.shape[-1] ** -0.5
+    scores = query @ keys.mT * scaling
+    weights = scores.masked_fill(~mask.repeat_interleave(repeats, dim=1), -torch.inf).softmax(-1)
+    return (weights @ values).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("oracle", oracle_attention)
+AttentionMaskInterface.register("oracle", sdpa_mask)
+
+
+def tokens(rows=2, length=TOKENS):
+    return torch.randint(3, 67, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def small_model(name, dtype=torch.float64):
+    if name not in ("gemma3_text", "qwen2", "cohere2") and TRANSFORMERS < (5, 23):
+        pytest.skip("this transformers has other caches for such layers")
+    model = loud_model(name, dtype, 0.2, **FAMILIES[name])
+    model.config._experts_implementation = "eager"  # others have no float64
+    return model
+
+
+@torch.no_grad()
+def stock_logits(model, ids, seen=None):
+    """Logits of the suffix by transformers' forward of the whole text."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation("oracle")
+    options = {} if seen is None else {"seen": seen}
+    logits = model(input_ids=ids, use_cache=False, **options).logits[:, PREFIX:]
+    model.set_attn_implementation(before)
+    return logits
+
+
+def visible(cache, num_tokens):
+    """By layer, which keys each token sees: all earlier ones, but behind the prefix its slots."""
+    seen = {}
+    for number, layer in zip(cache.layer_numbers, cache.layers, strict=True):
+        mask = torch.ones(*layer.counts.shape, num_tokens, num_tokens, dtype=torch.bool).tril()
+        kept = torch.zeros(*layer.counts.shape, PREFIX, dtype=torch.bool)
+        kept.scatter_(2, layer.positions, True)
+        mask[:, :, PREFIX:, :PREFIX] = kept[:, :, None]
+        seen[number] = mask
+    return seen
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_an_evicted_cache_answers_as_transformers_with_a_mask_in_the_layers_of_full_attention(
+    name,
+):
+    model = small_model(name)
+    ids = tokens()
+    with StaysDouble():
+        self_test(model)
+        trace = kvcat.trace(model, ids, PREFIX)
+        cache = Eviction("keynorm")(trace, num_slots=6)
+        actual = kvcat.replay(model, cache, ids[:, PREFIX:])
+        whole = kvcat.replay(model, trace.dense_cache(), ids[:, PREFIX:])
+        expected = stock_logits(model, ids, visible(cache, TOKENS))
+        dense = stock_logits(model, ids)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(whole, dense, rtol=0, atol=1e-8)
+    torch.testing.assert_close(trace.logits, dense, rtol=0, atol=1e-8)
+    assert (expected - dense).abs().max() > 1e-4
+    assert cache.num_slots == 6
+
+
+@pytest.mark.parametrize("name", FEW_FIRST)
+def test_generation_continues_as_transformers_with_that_mask_and_serves_several_rows(name):
+    model = small_model(name, torch.float32)
+    ids = tokens(rows=1)
+    cache = Eviction("keynorm")(kvcat.trace(model, ids, PREFIX), num_slots=6)
+    questions = torch.cat([ids[:, PREFIX:], ids[:, PREFIX:].flip(1)])
+    made = model.generate(
+        **cache.inputs(model, questions), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
+    for question, row in zip(questions, made, strict=True):
+        text = torch.cat([ids[0, :PREFIX], question])[None]
+        for _ in range(4):
+            logits = stock_logits(model, text, visible(cache, text.shape[1]))
+            text = torch.cat([text, logits[:, -1:].argmax(-1)], dim=1)
+        assert row.tolist() == text[0, PREFIX:].tolist()
+    again = model.generate(
+        **cache.inputs(model, questions), max_new_tokens=4, do_sample=False, pad_token_id=0
+    )
+    assert torch.equal(made, again)
+    beams = cache.inputs(model, questions[:1])
+    model.generate(**beams, max_new_tokens=3, num_beams=2, do_sample=False, pad_token_id=0)
+
+
+@pytest.mark.parametrize("name", FEW_FIRST)
+def test_a_file_and_the_counted_bytes_hold_the_slots_and_the_states(name, tmp_path):
+    model = small_model(name, torch.float32)
+    ids = tokens()
+    cache = Eviction("keynorm")(kvcat.trace(model, ids, PREFIX), num_slots=6)
+    cache.save(tmp_path / "cache")
+    loaded = CompactCache.load(tmp_path / "cache", model)
+    assert sorted(loaded.states) == sorted(cache.states)
+    assert loaded.states
+    logits = [kvcat.replay(model, each, ids[:, PREFIX:]) for each in (cache, loaded)]
+    assert torch.equal(*logits)
+    slots = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    states = sum(t.nbytes for state in cache.states.values() for t in state.tensors.values())
+    assert cache.nbytes == slots + states
+    for number, state in cache.states.items():
+        if name not in RECURRENT:
+            assert state.tensors["keys"].shape[2] == WINDOW - 1, number
+    row = loaded.select([1])
+    alone = kvcat.replay(model, row, ids[1:, PREFIX:])
+    torch.testing.assert_close(alone, logits[0][1:], rtol=0, atol=1e-4)
+    assert row.nbytes * 2 == cache.nbytes
+
+
+METHODS = {
+    "attention-matching": {},
+    "refined": {"num_steps": 2},
+    "gradient": {"num_steps": 3},
+    "snapkv": {"window": 4},
+    "h2o": {},
+    "tova": {},
+    "streaming": {},
+    "random": {},
+    "first": {},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("name", ["gemma3_text", pytest.param("lfm2", marks=pytest.mark.slow)])
+def test_every_method_compresses_the_layers_of_full_attention_alone(name, method):
+    model = small_model(name, torch.float32)
+    trace = kvcat.trace(model, tokens(), PREFIX)
+    cache = make_compressor(method, **METHODS[method])(trace, num_slots=6)
+    assert cache.states is trace.states
+    assert cache.num_slots == 6
+    assert kvcat.compare(trace, cache).kl.isfinite().all()
+    whole = make_compressor(method, **METHODS[method])(trace, keep_ratio=1)
+    assert kvcat.compare(trace, whole).kl.max() < 1e-5
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_trace_of_the_document_alone_in_chunks_and_in_few_bits_works(name):
+    model = small_model(name, torch.float32)
+    ids = tokens()
+    alone = kvcat.trace(model, ids[:, :PREFIX], supervision="self", room=TOKENS - PREFIX)
+    in_chunks = kvcat.trace(
+        model, ids[:, :PREFIX], supervision="self", room=TOKENS - PREFIX, chunk_tokens=11
+    )
+    method = kvcat.AttentionMatching()
+    for trace in (alone, in_chunks):
+        logits = kvcat.replay(model, method(trace, keep_ratio=1), ids[:, PREFIX:])
+        torch.testing.assert_close(logits, stock_logits(model, ids), rtol=0, atol=1e-3)
+    packed = make_compressor("attention-matching", bits=8)(alone, num_slots=10)
+    assert packed.nbytes < method(alone, num_slots=10).nbytes
+    assert kvcat.replay(model, packed, ids[:, PREFIX:]).isfinite().all()
+    judged = kvcat.trace(model, ids, PREFIX)
+    smallest = smallest_cache(judged, kvcat.AttentionMatching("known"), max_kl=1.0)
+    assert smallest.kl <= 1.0
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_conversation_grows_by_append_and_by_a_trace_with_a_past(name):
+    model = small_model(name)
+    ids = tokens(length=TOKENS + 6)
+    with StaysDouble():
+        first = kvcat.trace(model, ids, PREFIX).dense_cache()
+        longer = kvcat.append(model, first, ids[:, PREFIX:TOKENS])
+        actual = kvcat.replay(model, longer, ids[:, TOKENS:])
+        expected = stock_logits(model, ids)[:, TOKENS - PREFIX :]
+        grown = kvcat.trace(model, ids, TOKENS, past=first)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-8)
+    torch.testing.assert_close(grown.logits, expected, rtol=0, atol=1e-8)
+    again = kvcat.replay(model, grown.dense_cache(), ids[:, TOKENS:])
+    torch.testing.assert_close(again, expected, rtol=0, atol=1e-4)
+
+
+def test_what_needs_the_keys_of_every_layer_is_rejected_by_name(tmp_path):
+    model = small_model("gemma3_text", torch.float32)
+    trace = kvcat.trace(model, tokens(), PREFIX)
+    cache = Eviction("keynorm")(trace, num_slots=6)
+    assert "Gemma3ForCausalLM" in refusal(kvcat.compose, model, [cache, cache])
+    assert "Gemma3ForCausalLM" in refusal(kvcat.serving.plain_prefix, cache, model)
+    assert "static_tokens" in refusal(cache.inputs, model, tokens()[:, :3], static_tokens=8)
+    other = loud_model("mistral", sliding_window=WINDOW, head_dim=8)
+    message = refusal(kvcat.trace, other, tokens(), PREFIX)
+    assert "MistralForCausalLM: every layer has a sliding window of 8 tokens" in message
+
+
+@pytest.mark.parametrize("name", RECURRENT)
+def test_a_model_with_a_recurrent_state_is_not_trained(name):
+    model = small_model(name, torch.float32)
+    with pytest.raises(InputError, match="recurrent state"):
+        MaskedPass(model, {0: RandomPolicy(0.5)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (
+            "jamba",
+            {
+                "num_hidden_layers": 2,
+                "attn_layer_period": 2,
+                "attn_layer_offset": 1,
+                "expert_layer_period": 2,
+                "expert_layer_offset": 1,
+                "num_experts": 2,
+                "num_experts_per_tok": 1,
+                "mamba_d_state": 8,
+                "use_mamba_kernels": False,
+                "pad_token_id": 0,
+            },
+        ),
+        ("bamba", {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA}),
+        ("falcon_h1", {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
+    ],
+)
+def test_families_that_do_not_continue_a_state_as_they_read_a_text_are_rejected_by_name(
+    kind, options
+):
+    try:
+        model = loud_model(kind, **options)
+    except (TypeError, ValueError) as error:
+        pytest.skip(f"this transformers makes no such {kind}: {error}")
+    message = refusal(self_test, model)
+    assert kind in message.lower().replace("-", "_") or "FalconH1" in message
