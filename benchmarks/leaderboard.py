@@ -58,11 +58,15 @@ def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
     quality += ["--prefix", str(options.prefix), "--windows", str(options.windows)]
     quality += ["--per-document", str(options.per_document), "--half", options.half]
     quality += ["--seed", str(options.seed), "--keep", *keeps]
+    if options.first is not None:
+        quality += ["--first", str(options.first)]
     learning = [method for method in methods if method.startswith(LEARNING)]
     others = [method for method in methods if not method.startswith(LEARNING)]
     for some_methods, way in ((learning, WAY), (others, "suffix")):
         if some_methods:
             run("quality.py", *shared, *quality, "--ways", way, "--methods", *some_methods)
+    if not any(options.documents):
+        return
     conditions = list(map(condition_of, methods))
     asked = ["--out", str(options.out / "questions.jsonl"), "--keep", *keeps]
     asked += ["--documents", *map(str, options.documents)]
@@ -116,10 +120,8 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
     """The tables of one model."""
     kl = losses(quality, list(methods)).set_index(["method", "keep"])
     cost = costs(quality)
-    dense, none = (answers(asked, condition, keep) for condition, keep in BASELINES)
     windows = len({record["window"] for record in quality})
     documents = len({record["document"] for record in quality})
-    questions = sum(len(r["asked"]) for r in asked if r["condition"] == BASELINES[0][0])
     head = " | ".join(f"{100 * keep:g} %" for keep in KEEPS)
     rule = "|---" * (len(KEEPS) + 1)
     lines = [
@@ -139,20 +141,27 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
         seconds, share_of_bytes = cost.loc[method]
         cells += [f"{seconds:.1f}", f"{100 * share_of_bytes:.1f} %"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += [
+    return "\n".join([*lines, *(questions_table(asked, methods) if asked else [])])
+
+
+def questions_table(asked: list[dict], methods: dict[str, str]) -> list[str]:
+    """The lines of the table of right answers."""
+    dense, none = (answers(asked, condition, keep) for condition, keep in BASELINES)
+    questions = sum(len(r["asked"]) for r in asked if r["condition"] == BASELINES[0][0])
+    lines = [
         "",
         f"Right answers, per cent, to {questions} questions about facts in a document; the dense "
         f"cache {dense}, without the document {none}.",
         "",
-        f"| slots kept | {head} |",
-        rule + "|",
+        f"| slots kept | {' | '.join(f'{100 * keep:g} %' for keep in KEEPS)} |",
+        "|---" * (len(KEEPS) + 1) + "|",
     ]
     conditions = {condition_of(method): name for method, name in methods.items()}
     conditions["truncated@text"] = "no compression: beginning and end of the text"
     for condition, name in conditions.items():
         cells = [answers(asked, condition, keep) for keep in KEEPS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return lines
 
 
 def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], path: Path) -> None:
@@ -200,7 +209,8 @@ def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], pa
 def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
     """The whole page."""
     quality = read_jsonl(options.out / "quality" / "records.jsonl")
-    asked = read_jsonl(options.out / "questions.jsonl")
+    questions = options.out / "questions.jsonl"
+    asked = read_jsonl(questions) if questions.exists() else []
     labels = [model.label for model in parse_models(options.model)]
     sections = [
         section(
@@ -248,6 +258,7 @@ def main() -> None:
     parser.add_argument(
         "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="with questions"
     )
+    parser.add_argument("--first", type=int, help="measure so many windows alone")
     parser.add_argument("--plot", type=Path, help="picture of KL against the slots kept")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()

@@ -121,7 +121,7 @@ def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
 
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):
     words = ["generate", tiny_folder, "--prompt", "x"]
-    assert "give either --cache" in mistake(*words)
+    assert "no cache: give --cache FILE" in mistake(*words)
     assert "give either --cache" in mistake(*words, "--cache", "x", "--store", store)
     assert "belong together" in mistake(*words, "--store", store)
     assert "no document 'b'" in mistake(*words, "--store", store, "--id", "b")

@@ -32,7 +32,10 @@ for (const frame of document.querySelectorAll("iframe")) {
 }
 document.getElementById("measures").textContent = JSON.stringify(measures);
 """
-pytestmark = pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome here")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(BROWSER is None, reason="no chromium or google-chrome here"),
+]
 
 
 def measured(page, folder, *options):
