@@ -327,6 +327,10 @@ def test_arguments_that_cannot_be_right_are_rejected(make):
     sliding = loud_model("mistral", sliding_window=16)
     message = refusal(Session, sliding, byte_tokenizer(), budget=100)
     assert "sliding windows have no sessions" in message
+    layer_types = ["conv", "full_attention"]
+    recurrent = loud_model("lfm2", layer_types=layer_types, block_auto_adjust_ff_dim=False)
+    message = refusal(Session, recurrent, byte_tokenizer(), budget=100)
+    assert "recurrent state have no sessions" in message
 
 
 def test_the_cache_of_a_session_answers_like_the_session(model, make, tmp_path):

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import check_token_ids, fingerprint, layer_windows, rope_border
+from kvcat.cache import (
+    check_token_ids,
+    fingerprint,
+    layer_windows,
+    recurrent_layers,
+    rope_border,
+)
 from kvcat.compress.base import Compressor
 from kvcat.compress.kvpress import KVPress
 from kvcat.compress.registry import make_compressor
@@ -95,4 +101,6 @@ def checked_model(model: PreTrainedModel) -> str:
         raise InputError(f"{kind}: rotary factors that depend on the length have no sessions")
     if any(window is not None for window in layer_windows(model.config)):
         raise InputError(f"{kind}: layers with sliding windows have no sessions")
+    if recurrent_layers(model.config):
+        raise InputError(f"{kind}: layers with a recurrent state have no sessions")
     return fingerprint(model)
