@@ -23,6 +23,7 @@ from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import Reconstruction, Trace, parsed_ranges, sampled_positions
 from kvcat.errors import InputError, check_least
+from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
 
@@ -107,6 +108,7 @@ def trace(
         )
     _check_finite(model, captured)
     states = _split(captured, num_tokens - prefix_len, len(prefix_positions))
+    return_freed_memory()
     return Trace(
         model=model,
         **sequence._asdict(),
@@ -173,9 +175,10 @@ class _States(NamedTuple):
 
 
 def _split(captured: Capture, num_later: int, num_prefix_queries: int) -> _States:
-    """Copies of the states for prefix and suffix.
+    """The states for prefix and suffix.
 
     The lists of ``captured`` become empty: each layer's tensors are freed once they are copied.
+    Without a suffix nothing is copied.
 
     Args:
         captured: keys, values and queries of all tokens.
@@ -188,13 +191,21 @@ def _split(captured: Capture, num_later: int, num_prefix_queries: int) -> _State
         values = captured.values.pop(0)
         queries = captured.queries.pop(0)
         num_prefix = keys.shape[2] - num_later
-        states.keys.append(keys[:, :, :num_prefix].clone())
-        states.values.append(values[:, :, :num_prefix].clone())
+        states.keys.append(_first(keys, num_prefix))
+        states.values.append(_first(values, num_prefix))
         states.suffix_keys.append(keys[:, :, num_prefix:].clone())
-        prefix_queries = queries[:, :, :num_prefix_queries]
-        states.prefix_queries.append(prefix_queries.clone(memory_format=torch.contiguous_format))
+        states.prefix_queries.append(_first(queries, num_prefix_queries).contiguous())
         states.later_queries.append(queries[:, :, num_prefix_queries:].clone())
     return states
+
+
+def _first(
+    states: Float[Tensor, "batch heads tokens channels"], num_tokens: int
+) -> Float[Tensor, "batch heads first channels"]:
+    """The states of the first tokens, without the memory of the others."""
+    if num_tokens == states.shape[2]:
+        return states
+    return states[:, :, :num_tokens].clone(memory_format=torch.contiguous_format)
 
 
 def _check_finite(model: PreTrainedModel, captured: Capture) -> None:
