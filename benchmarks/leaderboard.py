@@ -83,9 +83,23 @@ def run(script: str, *arguments: str) -> None:
     subprocess.run([sys.executable, str(FOLDER / script), *arguments], check=True)
 
 
+def of_documents(records: list[dict]) -> list[dict]:
+    """The records of caches that were made from the document alone."""
+    return [
+        record
+        for record in records
+        if (record["way"] == WAY) == record["method"].startswith(LEARNING)
+    ]
+
+
 def losses(records: list[dict], methods: Sequence[str]) -> pd.DataFrame:
-    """KL of a document alone: by window (rows), method and keep ratio, with its interval."""
-    kl = table(record for record in records if record["method"] in methods)[WAY]
+    """KL of a document alone on the windows that every method has: by window (rows), method and
+    keep ratio."""
+    return table(record for record in records if record["method"] in methods)[WAY]
+
+
+def estimates(kl: pd.DataFrame) -> pd.DataFrame:
+    """The means over windows with their intervals, by method and keep ratio."""
     bootstrap = ClusterBootstrap(list(kl.index.get_level_values("document")))
     rows = []
     for method, keep in kl.columns:
@@ -98,8 +112,6 @@ def costs(records: list[dict]) -> pd.DataFrame:
     """Medians over windows by method: processor seconds for all sizes, and the share of the dense
     cache's bytes at 10 %."""
     frame = pd.DataFrame(records)
-    is_learning = frame.method.str.startswith(LEARNING)
-    frame = frame[(frame.way == WAY) == is_learning]
     seconds = frame.groupby(["method", "window"]).seconds.sum().groupby("method").median()
     shares = frame[frame.keep == 0.1].groupby("method").bytes.median()
     return pd.DataFrame({"seconds": seconds, "bytes": shares})
@@ -118,10 +130,11 @@ def answers(records: list[dict], condition: str, keep: float) -> str:
 
 def section(label: str, quality: list[dict], asked: list[dict], methods: dict[str, str]) -> str:
     """The tables of one model."""
-    kl = losses(quality, list(methods)).set_index(["method", "keep"])
+    by_window = losses(quality, list(methods))
+    kl = estimates(by_window).set_index(["method", "keep"])
     cost = costs(quality)
-    windows = len({record["window"] for record in quality})
-    documents = len({record["document"] for record in quality})
+    windows = len(by_window)
+    documents = by_window.index.get_level_values("document").nunique()
     head = " | ".join(f"{100 * keep:g} %" for keep in KEEPS)
     rule = "|---" * (len(KEEPS) + 1)
     lines = [
@@ -142,6 +155,18 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
         cells += [f"{seconds:.1f}", f"{100 * share_of_bytes:.1f} %"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, *(questions_table(asked, methods) if asked else [])])
+
+
+def whole_documents(asked: list[dict], methods: dict[str, str]) -> list[dict]:
+    """The records of the documents on which every condition has answered."""
+    conditions = [*map(condition_of, methods), "truncated@text"]
+    wanted = {(condition, keep) for condition in conditions for keep in KEEPS} | set(BASELINES)
+    answered: dict[tuple[str, str], set] = {}
+    for record in asked:
+        place = (record["model"], record["document"])
+        answered.setdefault(place, set()).add((record["condition"], record["keep"]))
+    whole = {place for place, cells in answered.items() if cells >= wanted}
+    return [record for record in asked if (record["model"], record["document"]) in whole]
 
 
 def questions_table(asked: list[dict], methods: dict[str, str]) -> list[str]:
@@ -176,7 +201,7 @@ def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], pa
     )
     for axis, label in zip(axes[0], labels, strict=True):
         of_model = [record for record in quality if record["model"] == label]
-        kl = losses(of_model, list(methods)).set_index("method")
+        kl = estimates(losses(of_model, list(methods))).set_index("method")
         for index, (method, name) in enumerate(methods.items()):
             curve = kl.loc[method].sort_values("keep")
             below = curve["value"] - curve["low"].clip(lower=curve["value"] / 10)
@@ -208,9 +233,9 @@ def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], pa
 
 def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
     """The whole page."""
-    quality = read_jsonl(options.out / "quality" / "records.jsonl")
+    quality = of_documents(read_jsonl(options.out / "quality" / "records.jsonl"))
     questions = options.out / "questions.jsonl"
-    asked = read_jsonl(questions) if questions.exists() else []
+    asked = whole_documents(read_jsonl(questions) if questions.exists() else [], methods)
     labels = [model.label for model in parse_models(options.model)]
     sections = [
         section(
@@ -240,6 +265,7 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
             f"kvcat {kvcat.__version__}, torch {torch.__version__}, transformers "
             f"{transformers.__version__}, {platform.machine()}.",
             "",
+            *([options.note, ""] if options.note else []),
             "\n\n".join(sections),
             "",
         ]
@@ -258,6 +284,8 @@ def main() -> None:
     parser.add_argument(
         "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="with questions"
     )
+    parser.add_argument("--note", default="", help="a sentence for the page")
+    parser.add_argument("--only-write", action="store_true", help="measure nothing")
     parser.add_argument("--first", type=int, help="measure so many windows alone")
     parser.add_argument("--plot", type=Path, help="picture of KL against the slots kept")
     parser.add_argument("--threads", type=int, default=1)
@@ -267,10 +295,11 @@ def main() -> None:
     append_jsonl(added, *({"method": method} for method in options.add))
     earlier = [record["method"] for record in read_jsonl(added)]
     methods = METHODS | {method: f"`{method}`" for method in earlier}
-    measure(options, list(methods))
+    if not options.only_write:
+        measure(options, list(methods))
     options.page.write_text(page(options, methods), encoding="utf-8")
     if options.plot:
-        quality = read_jsonl(options.out / "quality" / "records.jsonl")
+        quality = of_documents(read_jsonl(options.out / "quality" / "records.jsonl"))
         labels = [model.label for model in parse_models(options.model)]
         shown = {method: name for method, name in METHODS.items() if method not in UNPLOTTED}
         plot(quality, labels, shown, options.plot)
