@@ -15,7 +15,7 @@ answers that are not in the document ("examples"), or to the very questions with
 ("asked"). Eviction reads the prefix alone. For comparison there are the dense cache, no document,
 and ("truncated@text") the beginning and the end of the text, as many tokens as the cache has slots.
 
-Intervals resample documents, and contain Wilson's interval for that number of documents. Every
+Intervals are Wilson's for the number of documents, with the variation between them. Every
 answer is written to --out when it is made; the same command continues an interrupted run. The
 tables cover all that --out holds: every question, each kind and each length.
 """
@@ -199,16 +199,10 @@ def answered(
 
 
 def share(rows: pd.DataFrame) -> str:
-    """The share of right answers, percent, with an interval that contains both the bootstrap's over
-    documents and Wilson's."""
-    right = rows.right.to_numpy()
-    documents = list(rows.document)
-    interval = (
-        intervals.ClusterBootstrap(documents).mean(right).union(intervals.share(right, documents))
-    )
-    low = max(0.0, interval.low)
-    high = min(1.0, interval.high)
-    return f"{100 * interval.value:.0f} [{100 * low:.0f}, {100 * high:.0f}]"
+    """The share of right answers, percent, with Wilson's interval for as many documents
+    (``kvcat.evals.intervals.share``)."""
+    interval = intervals.share(rows.right.to_numpy(), list(rows.document))
+    return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
