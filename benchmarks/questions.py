@@ -15,7 +15,7 @@ answers that are not in the document ("examples"), or to the very questions with
 ("asked"). Eviction reads the prefix alone. For comparison there are the dense cache, no document,
 and ("truncated@text") the beginning and the end of the text, as many tokens as the cache has slots.
 
-Intervals are Wilson's for the number of documents, with the variation between them. Every
+Intervals are Wilson's for the number of documents, as if one's questions were copies. Every
 answer is written to --out when it is made; the same command continues an interrupted run. The
 tables cover all that --out holds: every question, each kind and each length.
 """
