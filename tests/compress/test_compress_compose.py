@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvcat
-from kvcat.cache import CompactCache, cache_argument
+from kvcat.cache import CompactCache, cache_argument, count_before, first_slots
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
 from stays_double import StaysDouble
 from tiny import loud_model, refusal
@@ -42,6 +42,7 @@ def tokens(length, seed, rows=2):
     return torch.randint(3, 67, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+ONE_HEAD = torch.ones(1, 1, dtype=torch.long)
 A, B, QUESTION = tokens(FIRST, 1), tokens(SECOND, 2), tokens(LATER, 3)
 
 
@@ -176,6 +177,38 @@ def test_a_row_of_a_batch_is_composed_as_it_is_alone(double, pair):
     together = kvcat.compose(double, caches).select([1])
     first, second = (kvcat.replay(double, cache, QUESTION[1:]) for cache in (row, together))
     torch.testing.assert_close(first, second)
+
+
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+def test_a_later_document_that_protects_a_passage_composes_as_one_that_does_not(seam_tokens):
+    model = loud_model("llama")
+    first, second = (
+        kvcat.trace(model, tokens(20, seed, rows=1), supervision="self") for seed in (1, 2)
+    )
+    method = kvcat.AttentionMatching()
+    # all slots are kept, in another order
+    protecting = method(second, keep_ratio=1.0, protect=[(8, 12)])
+    caches = [method(first, keep_ratio=1.0), method(second, keep_ratio=1.0)]
+    plain = kvcat.compose(model, caches, seam_tokens=seam_tokens)
+    composed = kvcat.compose(model, [caches[0], protecting], seam_tokens=seam_tokens)
+    ids = tokens(5, 3, rows=1)
+    torch.testing.assert_close(
+        kvcat.replay(model, composed, ids), kvcat.replay(model, plain, ids), rtol=0, atol=1e-5
+    )
+    # the promise to keep these slots exact is not forgotten
+    assert composed.metadata["protected_later"] == "28:32"
+    assert "protected slots" in refusal(composed.quantize, 8)
+    longer = torch.cat([tokens(20, 1, rows=1), tokens(20, 2, rows=1), ids], dim=1)
+    message = refusal(kvcat.trace, model, longer, supervision="self", past=composed)
+    assert "protected slots of a later document" in message
+
+
+def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
+    ascending = [[torch.tensor([0, 1, 5])]]
+    protected_first = [[torch.tensor([5, 0, 1])]]
+    assert count_before(first_slots([ascending])["first_slots"], 2, [ONE_HEAD])[0].item() == 2
+    assert first_slots([ascending, protected_first]) == {}
+    assert first_slots([ascending, None]) == {}
 
 
 def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_tokens(double, pair):

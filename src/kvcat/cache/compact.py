@@ -22,7 +22,7 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
-from kvcat.cache.first_tokens import FIRST_SLOTS, first_slots, of_rows, positions_by_head
+from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import Bits, QuantizedLayer, quantized_layer
@@ -132,15 +132,12 @@ class CompactCache:
         wanted = Bits.parse(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
-        if "protected" in self.metadata:
+        if "protected" in self.metadata or "protected_later" in self.metadata:
             raise InputError("the cache has protected slots, which few bits would round")
         ordinary = self.ordinary_layers()
         layers = [quantized_layer(layer, wanted) for layer in ordinary]
         metadata = {**self.metadata, "bits": str(wanted)}
-        known = [positions_by_head(layer) for layer in ordinary]
-        positions = [by_head for by_head in known if by_head is not None]
-        if len(positions) == len(known):
-            metadata[FIRST_SLOTS] = first_slots(positions)
+        metadata |= first_slots([positions_by_head(layer) for layer in ordinary])
         return replace(self, layers=layers, metadata=metadata)
 
     def unpacked(self) -> "CompactCache":

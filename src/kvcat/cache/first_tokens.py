@@ -45,20 +45,25 @@ def positions_by_head(layer: Layer) -> PositionsOfHeads | None:
     return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
 
 
-def first_slots(layers: Sequence[PositionsOfHeads]) -> str:
-    """Which of the first tokens have a slot, in every head of every layer, as text.
+def first_slots(layers: Sequence[PositionsOfHeads | None]) -> dict[str, str]:
+    """Which of the first tokens have a slot, in every head of every layer, as metadata.
 
-    The slots must be in the order of their positions. Each head has ``NUM_FIRST`` bits, of which
-    the lowest is the first token's.
+    The metadata are empty if a layer does not know its positions, or if the slots of a head are not
+    in their order (protected slots come first): then its first slots are not those of the first
+    tokens. Each head has ``NUM_FIRST`` bits, of which the lowest is the first token's.
 
     Args:
-        layers: positions of the slots of each layer.
+        layers: positions of the slots of each layer; None: not known.
     """
+    known = [layer for layer in layers if layer is not None]
+    heads = [head for layer in known for row in layer for head in row]
+    if len(known) < len(layers) or not all(_ascends(positions) for positions in heads):
+        return {}
     rows = []
-    for example in range(len(layers[0])):
-        words = [_bits(positions) for layer in layers for positions in layer[example]]
+    for example in range(len(known[0])):
+        words = [_bits(positions) for layer in known for positions in layer[example]]
         rows.append("".join(words))
-    return _ROWS.join(rows)
+    return {FIRST_SLOTS: _ROWS.join(rows)}
 
 
 def count_before(
@@ -67,7 +72,7 @@ def count_before(
     """How many slots of every head represent one of the first ``num_tokens`` tokens.
 
     Args:
-        text: made by ``first_slots``.
+        text: the metadata that ``first_slots`` made.
         num_tokens: at most ``NUM_FIRST``.
         counts: slots of every head of each layer, whose shapes the result has.
     """
@@ -89,6 +94,11 @@ def of_rows(metadata: dict[str, str], rows: Rows) -> dict[str, str]:
             chosen: Any = torch.arange(len(texts))[rows.cpu() if torch.is_tensor(rows) else rows]
             selected[name] = _ROWS.join(texts[row] for row in chosen.tolist())
     return selected
+
+
+def _ascends(positions: Int[Tensor, " slots"]) -> bool:
+    """Whether slots are in the order of their positions."""
+    return bool((positions[1:] >= positions[:-1]).all())
 
 
 def _bits(positions: Int[Tensor, " slots"]) -> str:

@@ -21,7 +21,7 @@ from kvcat.cache import (
 )
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.refit import refit_slots
-from kvcat.compress.trace import Trace, slot_facts
+from kvcat.compress.trace import Trace, parsed_ranges, range_text, slot_facts
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
@@ -298,6 +298,15 @@ def _metadata(
         metadata[key] = " + ".join(dict.fromkeys(_fact(cache, key) for cache in caches))
     metadata |= slot_facts(composed)
     metadata["keep_ratio"] = f"{composed.mean_slots / composed.num_tokens:.6g}"
+    later = list(parsed_ranges(first.get("protected_later", "")))
+    start = caches[0].num_tokens
+    for cache in caches[1:]:
+        for name in ("protected", "protected_later"):
+            ranges = parsed_ranges(cache.metadata.get(name, ""))
+            later += [(first + start, end + start) for first, end in ranges]
+        start += cache.num_tokens
+    if later:
+        metadata["protected_later"] = range_text(later)
     metadata["documents"] = " ".join(str(cache.num_tokens) for cache in caches)
     metadata["seam_tokens"] = str(seam_tokens)
     return metadata

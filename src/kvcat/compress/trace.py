@@ -165,11 +165,17 @@ class Trace:
         """The uncompressed prefix, except for parts that were already compact."""
         biases = self.log_bias or [None] * len(self.keys)
         layers = []
-        for index, states in enumerate(zip(self.keys, self.values, biases, strict=True)):
+        for index, layer in enumerate(zip(self.keys, self.values, biases, strict=True)):
+            keys, values, bias = layer
+            positions = None
             if self.protected:
                 order = torch.cat([self.protected_slots(index), self.other_slots(index)])
-                states = [x if x is None else x.index_select(2, order) for x in states]
-            layers.append(CompactLayer(*states).without_absent())
+                keys = keys.index_select(2, order)
+                values = values.index_select(2, order)
+                bias = None if bias is None else bias.index_select(2, order)
+                if not self.past_len:  # a slot for each token, but not in their order
+                    positions = order.expand(*keys.shape[:2], -1)
+            layers.append(CompactLayer(keys, values, bias, positions).without_absent())
         cache = CompactCache(layers, self.prefix_len, self.fingerprint, states=self.states)
         facts = {"method": "dense", **slot_facts(cache), **self.facts()}
         return replace(cache, metadata=facts)

@@ -78,6 +78,10 @@ def trace(
     past_layers: list[CompactLayer] = []
     past_protected = parsed_ranges("" if past is None else past.metadata.get("protected", ""))
     if past is not None:
+        if "protected_later" in past.metadata:
+            raise InputError(
+                "past has protected slots of a later document, which compression would not keep"
+            )
         past_len = _check_past(past, model, prefix_len, len(sequence.input_ids), rope)
         past_layers = [layer.padded() for layer in past.layers]
         past = replace(past, layers=past_layers)

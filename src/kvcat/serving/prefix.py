@@ -79,10 +79,7 @@ def plain_prefix(
             rotated = CompactLayer(keys, full.values, full.log_bias)
             layers.append(_wide(rotated, cache.max_slots, head_dim))
     metadata = {**cache.metadata, "original_num_tokens": str(cache.num_tokens)}
-    known = [positions_by_head(layer) for layer in cache.ordinary_layers()]
-    positions = [by_head for by_head in known if by_head is not None]
-    if len(positions) == len(known):
-        metadata[FIRST_SLOTS] = first_slots(positions)
+    metadata |= first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
     if cache.has_log_bias:
         metadata["log_bias"] = "dropped" if drop_log_bias else "in the keys"
     return replace(cache, layers=layers, num_tokens=length, metadata=metadata)

@@ -10,7 +10,6 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import (
-    FIRST_SLOTS,
     Bits,
     CompactCache,
     CompactLayer,
@@ -195,7 +194,7 @@ class AttentionMatching(_Options):
                     layer = behind_protected(trace, index, layer)
                 layers.append(layer)
             if bits is not None and not trace.past_len:
-                options[FIRST_SLOTS] = _first_slots(trace, fits)
+                options |= _first_slots(trace, fits)
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _heads(self, trace: Trace) -> Heads:
@@ -319,7 +318,7 @@ def _match(
     return fit, RoundedHeads(rounded_keys, rounded_values)
 
 
-def _first_slots(trace: Trace, fits: Mapping[HeadIndex, SlotsOfHead]) -> str:
+def _first_slots(trace: Trace, fits: Mapping[HeadIndex, SlotsOfHead]) -> dict[str, str]:
     """Which first tokens have a slot, for caches whose layers do not know positions."""
     layers = []
     for index, keys in enumerate(trace.keys):
