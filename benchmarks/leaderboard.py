@@ -14,6 +14,7 @@ import argparse
 import platform
 import subprocess
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -140,8 +141,11 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
     lines = [
         f"## {label}",
         "",
-        "KL(dense || compact), nats per token, on the 256 tokens after a prefix compressed "
-        f"without them: {windows} windows of {documents} documents, 95 % intervals over documents.",
+        wrapped(
+            "KL(dense || compact), nats per token, on the 256 tokens after a prefix compressed "
+            f"without them: {windows} windows of {documents} documents, 95 % intervals over "
+            "documents."
+        ),
         "",
         f"| slots kept | {head} | seconds | bytes at 10 % |",
         f"{rule}|---|---|",
@@ -175,8 +179,10 @@ def questions_table(asked: list[dict], methods: dict[str, str]) -> list[str]:
     questions = sum(len(r["asked"]) for r in asked if r["condition"] == BASELINES[0][0])
     lines = [
         "",
-        f"Right answers, per cent, to {questions} questions about facts in a document; the dense "
-        f"cache {dense}, without the document {none}.",
+        wrapped(
+            f"Right answers, per cent, to {questions} questions about facts in a document; the "
+            f"dense cache {dense}, without the document {none}."
+        ),
         "",
         f"| slots kept | {' | '.join(f'{100 * keep:g} %' for keep in KEEPS)} |",
         "|---" * (len(KEEPS) + 1) + "|",
@@ -231,6 +237,11 @@ def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], pa
     figure.savefig(path, dpi=150)
 
 
+def wrapped(text: str) -> str:
+    """Prose in lines of at most 100 columns."""
+    return textwrap.fill(text.strip(), 100, break_long_words=False, break_on_hyphens=False)
+
+
 def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
     """The whole page."""
     quality = of_documents(read_jsonl(options.out / "quality" / "records.jsonl"))
@@ -247,6 +258,14 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
         for label in labels
     ]
     data = " ".join(f"{source.partition('=')[0]}=..." for source in options.data)
+    documents = " ".join(map(str, options.documents))
+    about = (
+        "with `--add METHOD` for one more method. Seconds are processor seconds of one thread for "
+        "the four caches of a prefix, which share work, without the forward pass before. Bytes are "
+        f"those of the cache over the dense one in the same type. kvcat {kvcat.__version__}, torch "
+        f"{torch.__version__}, transformers {transformers.__version__}, {platform.machine()}. "
+        f"{options.note}"
+    )
     return "\n".join(
         [
             "# Leaderboard",
@@ -254,18 +273,15 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
             "Every method at four sizes on real models. Written by",
             "",
             "```sh",
-            f"python benchmarks/leaderboard.py --model {' '.join(labels)} --data {data} \\",
-            f"  --windows {options.windows} --per-document {options.per_document} --out OUT "
-            "--page docs/leaderboard.md",
+            f"python benchmarks/leaderboard.py --model {' '.join(labels)} \\",
+            f"  --data {data} \\",
+            f"  --half {options.half} --windows {options.windows} "
+            f"--per-document {options.per_document} --documents {documents} \\",
+            "  --out OUT --page docs/leaderboard.md --plot docs/quality.png",
             "```",
             "",
-            "with `--add METHOD` for one more method. Seconds are processor seconds of one thread "
-            "for the four caches of a prefix, which share work, without the forward pass before. "
-            "Bytes are those of the cache over the dense one in the same type. "
-            f"kvcat {kvcat.__version__}, torch {torch.__version__}, transformers "
-            f"{transformers.__version__}, {platform.machine()}.",
+            wrapped(about),
             "",
-            *([options.note, ""] if options.note else []),
             "\n\n".join(sections),
             "",
         ]

@@ -90,14 +90,36 @@ def compress(
     """
     if corpus is not None:
         compress_to_store(
-            model, output, corpus, text=text, method=method, keep=keep, slots=slots, bits=bits,
-            unsupported={"--max-kl": max_kl, "--bytes": bytes, "--mb": mb,
-                         "--overwrite": overwrite or None, "--protect": protect,
-                         "--protect-text": protect_text},
-            supervision=supervision, chat=chat, allow_special=allow_special, room=room, seed=seed,
-            device=device, dtype=dtype, text_column=text_column, id_column=id_column, check=check,
-            shard=shard, ray=ray, workers=workers,
-        )  # fmt: skip
+            model,
+            output,
+            corpus,
+            text=text,
+            method=method,
+            keep=keep,
+            slots=slots,
+            bits=bits,
+            unsupported={
+                "--max-kl": max_kl,
+                "--bytes": bytes,
+                "--mb": mb,
+                "--overwrite": overwrite or None,
+                "--protect": protect,
+                "--protect-text": protect_text,
+            },
+            supervision=supervision,
+            chat=chat,
+            allow_special=allow_special,
+            room=room,
+            seed=seed,
+            device=device,
+            dtype=dtype,
+            text_column=text_column,
+            id_column=id_column,
+            check=check,
+            shard=shard,
+            ray=ray,
+            workers=workers,
+        )
         return
     corpus_options = {
         "--text-column": text_column,
@@ -113,11 +135,27 @@ def compress(
     if text is None:
         raise InputError("missing --text or --corpus (see kvcat compress --help)")
     _compress_text(
-        model, Path(output), text, method=method, keep=keep, slots=slots, max_kl=max_kl,
-        bytes=bytes, mb=mb, bits=bits, supervision=supervision, chat=chat,
-        allow_special=allow_special, room=room, protect=protect, protect_text=protect_text,
-        overwrite=overwrite, seed=seed, device=device, dtype=dtype,
-    )  # fmt: skip
+        model,
+        Path(output),
+        text,
+        method=method,
+        keep=keep,
+        slots=slots,
+        max_kl=max_kl,
+        bytes=bytes,
+        mb=mb,
+        bits=bits,
+        supervision=supervision,
+        chat=chat,
+        allow_special=allow_special,
+        room=room,
+        protect=protect,
+        protect_text=protect_text,
+        overwrite=overwrite,
+        seed=seed,
+        device=device,
+        dtype=dtype,
+    )
 
 
 def _compress_text(

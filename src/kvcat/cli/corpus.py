@@ -77,17 +77,31 @@ def compress_to_store(
         from kvcat.corpus.ray_engine import compress_on_ray
 
         result = compress_on_ray(
-            model, corpus, output, settings, address=ray, workers=workers, device=device,
-            dtype=dtype, show_progress=True, **columns,
-        )  # fmt: skip
+            model,
+            corpus,
+            output,
+            settings,
+            address=ray,
+            workers=workers,
+            device=device,
+            dtype=dtype,
+            show_progress=True,
+            **columns,
+        )
     else:
         import kvcat
 
         loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
         result = compress_corpus(
-            loaded, tokenizer, corpus, output, settings, shard=shard_numbers, show_progress=True,
+            loaded,
+            tokenizer,
+            corpus,
+            output,
+            settings,
+            shard=shard_numbers,
+            show_progress=True,
             **columns,
-        )  # fmt: skip
+        )
     _show(result, output, settings)
 
 

@@ -58,9 +58,14 @@ class Row:
         """The row of a document without a cache."""
         nothing = dict.fromkeys(("tokens", "slots", "bytes", "kl", "file"))
         return cls(
-            id=id, checksum=checksum, seconds=0.0, error=error, finished=time.time(),
-            **about, **nothing,
-        )  # fmt: skip
+            id=id,
+            checksum=checksum,
+            seconds=0.0,
+            error=error,
+            finished=time.time(),
+            **about,
+            **nothing,
+        )
 
     def record(self) -> dict[str, Any]:
         """The row as JSON values."""

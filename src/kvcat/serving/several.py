@@ -101,8 +101,8 @@ class JoinedPrefix(NamedTuple):
                 shift = (
                     start - (num_tokens - self.num_slots) + document.num_tokens - document.num_slots
                 )
-                own_keys = states_of_document[layer][0]
-                moved = self.rotation(own_keys, shift) if is_rotated else own_keys.clone()
+                document_keys = states_of_document[layer][0]
+                moved = self.rotation(document_keys, shift) if is_rotated else document_keys.clone()
                 if sinks is not None:
                     moved[sinks[layer], 0, self.rotation.bias_channel] = UNSEEN
                 keys.append(moved)
