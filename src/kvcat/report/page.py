@@ -28,6 +28,7 @@ _FILES = (
     "plots/*.png",
 )
 _NUM_TILES = 3
+_RELATIONS = {"better": "better than", "worse": "worse than", "level": "level with"}
 
 
 def write_report(
@@ -134,25 +135,23 @@ class Section:
         evaluation = self.results.evaluation
         compared = _at(self.results.pair_rows[model, reference], self.results.cell)
         compared = compared.set_index("metric")
-        deciding = METRICS[evaluation.deciding]
-        column = "ratio_figure" if deciding.ratio else "figure"
         clauses = []
         for name in evaluation.metrics[:_NUM_TILES]:
-            if name not in compared.index:
-                continue
-            is_deciding = name == evaluation.deciding
-            figure = compared.loc[name, column if is_deciding else "figure"]
-            if figure.verdict not in ("better", "worse", "level"):
-                continue
             metric = METRICS[name]
-            clause = f"{metric.long_label or metric.label} {figure.verdict}"
+            is_deciding = name == evaluation.deciding
+            column = "ratio_figure" if is_deciding and metric.ratio else "figure"
+            if name not in compared.index or compared.loc[name, column].verdict not in _RELATIONS:
+                continue
+            figure = compared.loc[name, column]
+            label = metric.long_label or metric.label
             if is_deciding:
+                relation = f"{_RELATIONS[figure.verdict]} {reference} by {label}"
                 kind = "ratio" if metric.ratio else "difference"
-                clause += f" ({kind} {figure.text} {figure.interval}".strip() + ")"
-            clauses.append(clause)
-        if not clauses:
-            return f"{model} and {reference} cannot be compared."
-        return f"{model} against {reference}: {', '.join(clauses)}."
+                size = f"{kind} {figure.text} {figure.interval}".strip()
+                clauses.append(f"{model} is {relation} ({size})")
+            else:
+                clauses.append(f"{label}: {figure.verdict}")
+        return "; ".join(clauses) + "." if clauses else f"{model} and {reference}: not comparable."
 
     def _methods_sentence(self) -> str:
         """Which of several methods is best, and which is next; for one method, its figure."""
