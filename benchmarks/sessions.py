@@ -185,7 +185,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", type=float, default=0.1, help="share of the prefix's slots")
     parser.add_argument("--tail", type=int, default=64)
-    parser.add_argument("--kept", type=int, default=512, help="tokens whose queries are kept")
+    parser.add_argument("--kept", type=int, default=1024, help="tokens whose queries are kept")
     parser.add_argument("--rounds", type=int, nargs="+", default=ROUNDS)
     add_options(parser)
     report(measure(parser.parse_args()))

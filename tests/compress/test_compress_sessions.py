@@ -54,8 +54,19 @@ def same_state(first, second):
     kept, other_kept = first._state.past_queries, second._state.past_queries
     assert (kept is None) == (other_kept is None)
     if kept is not None:
-        assert torch.equal(kept.positions, other_kept.positions)
-        assert all(torch.equal(a, b) for a, b in zip(kept.states, other_kept.states, strict=True))
+        same_queries(kept, other_kept)
+
+
+def same_queries(kept, other):
+    assert torch.equal(kept.positions, other.positions)
+    assert kept.place == other.place
+    for name in ("log_mass", "log_later_mass"):
+        masses = zip(getattr(kept, name), getattr(other, name), strict=True)
+        assert all(torch.equal(*both) for both in masses)
+    for name in ("states", "outputs"):
+        for rows, other_rows in zip(getattr(kept, name), getattr(other, name), strict=True):
+            assert torch.equal(rows.integers, other_rows.integers)
+            assert torch.equal(rows.scales, other_rows.scales)
 
 
 def test_a_session_within_its_budget_has_the_dense_models_logits(model, make):

@@ -40,7 +40,7 @@ _KINDS = {
     STATE: "the state of a gradient-based run of kvcat",
     SESSION: "a session of kvcat",
 }
-_VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3, SESSION: 1}
+_VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3, SESSION: 2}
 _QUANTIZED_VERSION = 3  # of a compact cache in few bits
 _STATES_VERSION = 4  # of a compact cache with states that are kept whole
 STATES = "states"

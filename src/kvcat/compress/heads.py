@@ -1,7 +1,7 @@
 """KV heads in batches of equal shape, and their attention over the whole prefix."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -25,6 +25,60 @@ _LEAST_SHARE = 1e-6
 
 
 @dataclass(frozen=True)
+class PastAttention:
+    """Attention of kept queries over the tokens of a compact cache (``PastQueries``).
+
+    Args:
+        first_row: of these queries among those of the batch, where they follow each other.
+        num_new: number of slots after those of the cache, which are exact.
+        log_mass: of each query on the tokens of the cache, nats.
+        outputs: its attention over them.
+    """
+
+    first_row: int
+    num_new: int
+    log_mass: Float[Tensor, "heads kept"]
+    outputs: Float[Tensor, "heads kept value_dim"]
+
+    @property
+    def rows(self) -> slice:
+        """The rows of these queries in the batch."""
+        return slice(self.first_row, self.first_row + self.log_mass.shape[1])
+
+    def of(self, heads: slice) -> "PastAttention":
+        """The attention of some heads."""
+        return replace(self, log_mass=self.log_mass[heads], outputs=self.outputs[heads])
+
+
+class Attended(NamedTuple):
+    """Attention of some queries over some slots.
+
+    Args:
+        log_mass: log sum of exp(score) over the slots, nats.
+        outputs: their values, averaged by attention.
+    """
+
+    log_mass: Float[Tensor, "*heads queries"]
+    outputs: Float[Tensor, "*heads queries value_dim"]
+
+    @classmethod
+    def over(
+        cls,
+        scores: Float[Tensor, "*heads queries slots"],
+        values: Float[Tensor, "... slots value_dim"],
+    ) -> "Attended":
+        """The attention with these scores; values are those of every row of the heads."""
+        return cls(scores.logsumexp(-1), scores.softmax(-1) @ values)
+
+    def joined(self, other: "Attended") -> "Attended":
+        """The attention over the slots of both."""
+        log_mass = torch.logaddexp(self.log_mass, other.log_mass)
+        outputs = (self.log_mass - log_mass).exp().unsqueeze(-1) * self.outputs
+        outputs = outputs + (other.log_mass - log_mass).exp().unsqueeze(-1) * other.outputs
+        return Attended(log_mass, outputs)
+
+
+@dataclass(frozen=True)
 class HeadBatch:
     """KV heads with the slots of their prefix and the queries that read them, in at least float32.
 
@@ -38,6 +92,8 @@ class HeadBatch:
         log_bias: nats added to the scores of these slots; None adds none.
         last_seen: last slot that each query sees; None: all see the whole prefix.
         fit_boost: as in ``FittedQueries``, of the fitted queries; None: all are fitted to, and 1.
+        past: what some of the fitted queries attended to before it was compressed; None: all
+            attend to the slots.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
@@ -48,14 +104,16 @@ class HeadBatch:
     log_bias: Float[Tensor, "heads prefix"] | None = None
     last_seen: Int[Tensor, "heads queries"] | None = None
     fit_boost: Float[Tensor, "heads fitted"] | None = None
+    past: PastAttention | None = None
 
     def split(self, num_heads: int) -> Iterator["HeadBatch"]:
         """The batch in smaller batches of ``num_heads`` heads, the last of the remaining ones."""
-        tensors = [getattr(self, field.name) for field in fields(self)]
+        names = [field.name for field in fields(self) if field.name != "past"]
+        tensors = [getattr(self, name) for name in names]
         for start in range(0, len(self.keys), num_heads):
             heads = slice(start, start + num_heads)
             selected: list[Any] = [None if x is None else x[heads] for x in tensors]
-            yield HeadBatch(*selected)
+            yield HeadBatch(*selected, past=None if self.past is None else self.past.of(heads))
 
     def scores(
         self,
@@ -145,6 +203,32 @@ class DenseAttention(NamedTuple):
         squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
         self.importance.add_(squares.squeeze(1))
 
+    def set_past(self, batch: HeadBatch, past: PastAttention, boost: Tensor) -> None:
+        """Put what the kept queries attended to in the place of their attention to the cache.
+
+        Their importance for the slots stays.
+
+        Args:
+            batch: the same heads.
+            past: of the batch.
+            boost: ``fit_boost`` of all fitted queries, (heads, fitted).
+        """
+        rows = past.rows
+        num_slots = batch.keys.shape[1]
+        first_new = num_slots - past.num_new
+        new_slots = torch.arange(first_new, num_slots, device=batch.keys.device)
+        scores = batch.scores(rows, slots=new_slots.expand(len(batch.keys), -1))
+        new = Attended.over(scores, batch.values[:, first_new:])
+        whole = Attended(past.log_mass, past.outputs).joined(new)
+        share_of_prefix = (whole.log_mass - batch.log_later_mass[:, rows]).sigmoid()
+        weights = batch.factors[:, rows] * share_of_prefix.clamp_min(_LEAST_SHARE)
+        weights = weights * boost[:, rows]
+        largest = self.log_mass[:, rows] - self.mass[:, rows].log()
+        self.mass[:, rows] = (whole.log_mass - largest).exp()
+        self.log_mass[:, rows] = whole.log_mass
+        self.weights[:, rows] = weights
+        self.outputs[:, rows] = whole.outputs * weights.unsqueeze(-1)
+
 
 def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix.
@@ -180,6 +264,8 @@ def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS)
             rows = slice(start, start + rows_at_once)
             chunk_space = space[: len(some_heads.keys), : num_rows - start]
             target.add_chunk(some_heads, boost[heads], rows, chunk_space)
+    if batch.past is not None:
+        attention.set_past(batch, batch.past, boost)
     return attention
 
 
@@ -317,6 +403,26 @@ class Heads:
             log_bias=at_least_float32(torch.stack(biases)) if biases else None,
             last_seen=self._last_seen(num_slots, num_queries, query_heads, num_heads, keys.device),
             fit_boost=_of_every_head(self.fitted.fit_boost.to(keys), query_heads, num_heads),
+            past=self._past(heads, query_heads),
+        )
+
+    def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:
+        """What the kept queries attended to before it was compressed; None: there are none."""
+        past = self.fitted.trace.past_queries
+        if past is None or self.fitted.moved is None or not len(past.positions):
+            return None
+        log_mass: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for layer, example, kv_head in heads:
+            rows = _query_head_rows([(layer, example, kv_head)], query_heads)
+            log_mass.append(_by_position(past.log_mass[layer][example, rows], query_heads))
+            of_rows = past.outputs[layer][example, rows].numbers()
+            outputs.append(_by_position(of_rows, query_heads))
+        return PastAttention(
+            first_row=self.fitted.supervising[heads[0][0]].shape[2] * query_heads,
+            num_new=self.fitted.trace.num_new,
+            log_mass=torch.cat(log_mass).flatten(1, 2),
+            outputs=torch.cat(outputs).flatten(1, 2),
         )
 
     def _last_seen(
@@ -391,7 +497,10 @@ def _of_every_head(numbers: Tensor, query_heads: int, num_heads: int) -> Tensor:
 
 
 def _select_rows(batch: HeadBatch, heads: list[HeadIndex], drawn: DrawnRows) -> HeadBatch:
-    """The batch with the drawn queries alone, all of which are fitted to."""
+    """The batch with the drawn queries alone, all of which are fitted to.
+
+    Kept queries among them attend to the slots of the cache.
+    """
     rows = torch.stack([drawn[head] for head in heads]).to(batch.queries.device)
     last_seen = batch.last_seen
     return HeadBatch(

@@ -1,67 +1,230 @@
-"""A sample of the queries of what is compressed, for the fits of later compressions."""
+"""A sample of the queries of what is compressed, and what they attended to, for later fits.
+
+A kept query is moved to a fixed place ahead of the text, not behind the last token like the others:
+its attention to a text is then the same in every compression, so that what it attended to while the
+text was exact stays what the fit is to reproduce.
+"""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
+from kvcat.compress.heads import Attended
 from kvcat.compress.queries import moved_queries
+from kvcat.compress.rows import Rows
 from kvcat.compress.trace import PastQueries, Trace
-from kvcat.types import Int, Tensor
+from kvcat.models.rotation import KeyRotation
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
+PLACES = 512
+"""Kept queries are moved to the next multiple of this many tokens.
+
+A smaller number moves them more often, each time with an error; with a larger one they are further
+from the text than the queries that will come.
+"""
 
 
-def keep_queries(trace: Trace, count: int, part_tokens: int = 256) -> PastQueries | None:
+def keep_queries(
+    trace: Trace, count: int, part_tokens: int = 256, places: int = PLACES
+) -> PastQueries | None:
     """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
 
     Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
     position times the golden ratio has the smallest fractional part, which are evenly spaced.
 
     Args:
-        trace: of a prefix, with all its queries after the compact cache, and those kept before.
+        trace: of a prefix, before its compression, with all its queries after the compact cache;
+            those kept before are placed (``placed_ahead``).
         count: largest number of tokens whose queries are kept, at least 0.
         part_tokens: as in ``fitted_queries``.
+        places: tokens between the places of kept queries.
     """
     moved = moved_queries(replace(trace, past_queries=no_queries(trace)), part_tokens, math.inf)
     if moved is None:
         return None
     rows = moved.rows
-    new = PastQueries(
-        trace.prefix_positions[rows],
-        trace.prefix_len - moved.shifts,
-        [queries.index_select(2, rows.to(queries.device)) for queries in trace.prefix_queries],
-        moved.log_later_mass,
+    past = trace.past_queries
+    positions = trace.prefix_positions[rows]
+    if past is not None:
+        positions = torch.cat([past.positions, positions])
+    order = (positions.double() * _GOLDEN).frac().argsort(stable=True)[:count]
+    num_past = len(positions) - len(rows)
+    chosen_new = order[order >= num_past] - num_past
+    new = _placed(
+        trace,
+        rows[chosen_new],
+        place=_place(trace.prefix_len, places),
+        starts=(trace.prefix_len - moved.shifts)[chosen_new],
+        log_later_mass=_rows_of(moved.log_later_mass, chosen_new),
     )
-    both = new if trace.past_queries is None else _joined(trace.past_queries, new)
-    order = (both.positions.double() * _GOLDEN).frac().argsort(stable=True)[:count]
-    return _selected(both, order[both.positions[order].argsort()])
+    if past is None:
+        return _selected(new, new.positions.argsort())
+    chosen_past = order[order < num_past].sort().values
+    both = _joined(_with_new_tokens(trace, _selected(past, chosen_past)), new)
+    return _selected(both, both.positions.argsort())
+
+
+def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
+    """The trace with its kept queries moved on, if they are placed before the end of the prefix.
+
+    What they attended to changes by as much as their attention to the slots of the compact cache
+    does.
+
+    Args:
+        trace: with the ranges that are protected.
+        places: as in ``keep_queries``.
+    """
+    past = trace.past_queries
+    place = _place(trace.prefix_len, places)
+    if past is None or past.place >= place:
+        return trace
+    compact = slice(0, -trace.num_new)
+    log_masses = []
+    all_outputs = []
+    for layer, states in enumerate(past.states):
+        before = _attended(trace, layer, states, past.place - past.starts, compact)
+        after = _attended(trace, layer, states, place - past.starts, compact)
+        log_masses.append(past.log_mass[layer] + (after.log_mass - before.log_mass))
+        outputs = past.outputs[layer].numbers() + (after.outputs - before.outputs)
+        all_outputs.append(Rows.of(outputs))
+    moved = replace(past, place=place, log_mass=log_masses, outputs=all_outputs)
+    return replace(trace, past_queries=moved)
 
 
 def no_queries(trace: Trace) -> PastQueries:
     """No kept queries."""
     none = torch.zeros(0, dtype=torch.long)
     states = [queries[:, :, :0] for queries in trace.prefix_queries]
-    return PastQueries(none, none, states, [queries[..., 0] for queries in states])
+    masses = [at_least_float32(queries[..., 0]) for queries in states]
+    outputs = [
+        values.new_empty(*queries.shape[:3], values.shape[3])
+        for queries, values in zip(states, trace.values, strict=True)
+    ]
+    return PastQueries(
+        positions=none,
+        starts=none,
+        states=list(map(Rows.of, states)),
+        log_later_mass=masses,
+        place=trace.prefix_len,
+        log_mass=masses,
+        outputs=list(map(Rows.of, outputs)),
+    )
+
+
+def _place(num_tokens: int, places: int) -> int:
+    """The position to which kept queries are moved after so many tokens."""
+    return -(-num_tokens // places) * places
+
+
+def _placed(
+    trace: Trace,
+    rows: Int[Tensor, " kept"],
+    place: int,
+    starts: Int[Tensor, " kept"],
+    log_later_mass: Sequence[Float[Tensor, "batch _ kept"]],
+) -> PastQueries:
+    """Queries of the prefix with their attention to all of it.
+
+    Args:
+        trace: of the prefix.
+        rows: of the queries that the trace keeps.
+        place, starts, log_later_mass: as in ``PastQueries``.
+    """
+    # what the rounded queries attend to
+    all_states = list(map(Rows.of, _rows_of(trace.prefix_queries, rows)))
+    attended = [
+        _attended(trace, layer, states, place - starts, slice(None))
+        for layer, states in enumerate(all_states)
+    ]
+    return PastQueries(
+        positions=trace.prefix_positions[rows],
+        starts=starts,
+        states=all_states,
+        log_later_mass=log_later_mass,
+        place=place,
+        log_mass=[each.log_mass for each in attended],
+        outputs=[Rows.of(each.outputs) for each in attended],
+    )
+
+
+def _with_new_tokens(trace: Trace, past: PastQueries) -> PastQueries:
+    """Kept queries whose attention is joined with that to the tokens after the compact cache."""
+    new_slots = slice(-trace.num_new, None)
+    joined = []
+    for layer, states in enumerate(past.states):
+        before = Attended(past.log_mass[layer], past.outputs[layer].numbers())
+        new = _attended(trace, layer, states, past.place - past.starts, new_slots)
+        joined.append(before.joined(new))
+    return replace(
+        past,
+        log_mass=[each.log_mass for each in joined],
+        outputs=[Rows.of(each.outputs) for each in joined],
+    )
+
+
+def _attended(
+    trace: Trace,
+    layer: int,
+    queries: Rows,
+    shifts: Int[Tensor, " queries"],
+    slots: slice,
+) -> Attended:
+    """Attention of moved queries over some slots of a layer that are not protected.
+
+    Args:
+        trace: of the slots.
+        layer: of the trace.
+        queries: at their own positions, (batch, heads, queries, head_dim).
+        shifts: positions by which each is moved.
+        slots: of the trace without its protected slots.
+    """
+    unprotected = trace.unprotected
+    rotation = KeyRotation(trace.model, PLACES)
+    moved = rotation(queries.numbers(), trace.layer_numbers[layer], shifts)
+    keys = at_least_float32(unprotected.keys[layer][:, :, slots])
+    values = at_least_float32(unprotected.values[layer][:, :, slots])
+    # (batch, kv_heads, query heads of each, queries, head_dim)
+    grouped = moved.unflatten(1, (keys.shape[1], -1))
+    scores = trace.scales[layer] * grouped @ keys.unsqueeze(2).mT
+    if unprotected.log_bias is not None:
+        scores += unprotected.log_bias[layer][:, :, None, None, slots]
+    attended = Attended.over(scores, values.unsqueeze(2))
+    return Attended(attended.log_mass.flatten(1, 2), attended.outputs.flatten(1, 2))
+
+
+def _rows_of(states: Sequence[Tensor], rows: Int[Tensor, " rows"]) -> list[Tensor]:
+    """Some queries of every layer; queries are the third dimension."""
+    return [each.index_select(2, rows.to(each.device)) for each in states]
 
 
 def _joined(first: PastQueries, second: PastQueries) -> PastQueries:
-    """The queries of both."""
+    """The queries of both, which have the same place."""
+    later_mass = zip(first.log_later_mass, second.log_later_mass, strict=True)
+    log_mass = zip(first.log_mass, second.log_mass, strict=True)
     states = zip(first.states, second.states, strict=True)
-    masses = zip(first.log_later_mass, second.log_later_mass, strict=True)
+    outputs = zip(first.outputs, second.outputs, strict=True)
     return PastQueries(
-        torch.cat([first.positions, second.positions]),
-        torch.cat([first.starts, second.starts]),
-        [torch.cat(both, dim=2) for both in states],
-        [torch.cat(both, dim=2) for both in masses],
+        positions=torch.cat([first.positions, second.positions]),
+        starts=torch.cat([first.starts, second.starts]),
+        states=[Rows.joined(both, dim=2) for both in states],
+        log_later_mass=[torch.cat(both, dim=2) for both in later_mass],
+        place=second.place,
+        log_mass=[torch.cat(both, dim=2) for both in log_mass],
+        outputs=[Rows.joined(both, dim=2) for both in outputs],
     )
 
 
 def _selected(kept: PastQueries, rows: Int[Tensor, " rows"]) -> PastQueries:
     """Some of the queries."""
     return PastQueries(
-        kept.positions[rows],
-        kept.starts[rows],
-        [states.index_select(2, rows.to(states.device)) for states in kept.states],
-        [mass.index_select(2, rows.to(mass.device)) for mass in kept.log_later_mass],
+        positions=kept.positions[rows],
+        starts=kept.starts[rows],
+        states=[each.selected(2, rows) for each in kept.states],
+        log_later_mass=_rows_of(kept.log_later_mass, rows),
+        place=kept.place,
+        log_mass=_rows_of(kept.log_mass, rows),
+        outputs=[each.selected(2, rows) for each in kept.outputs],
     )

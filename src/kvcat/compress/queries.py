@@ -99,8 +99,8 @@ class FittedQueries:
             return supervising
         prefix_queries = self.trace.prefix_queries[layer][example]
         if self.trace.past_queries is not None:
-            past_states = self.trace.past_queries.states[layer][example]
-            prefix_queries = torch.cat([prefix_queries, past_states], dim=1)
+            past_states = self.trace.past_queries.states[layer][example].numbers()
+            prefix_queries = torch.cat([prefix_queries, past_states.to(prefix_queries)], dim=1)
         num_kept = prefix_queries.shape[1]
         kept_rows = self.moved.rows[:num_moved].to(supervising.device)
         flat_rows = head_rows.unsqueeze(1) * num_kept + kept_rows  # (heads, num_moved)
@@ -287,7 +287,7 @@ def moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> Mo
 
 
 def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQueries:
-    """The moved queries, behind those of the tokens in the compact cache, moved as well.
+    """The moved queries, behind those of the tokens in the compact cache, moved to their place.
 
     Each of the latter represents as many tokens as are in the cache for every query kept.
     """
@@ -300,7 +300,7 @@ def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQue
     return replace(
         moved,
         rows=torch.cat([first_row + torch.arange(num_kept), moved.rows]),
-        shifts=torch.cat([trace.prefix_len - past.starts, moved.shifts]),
+        shifts=torch.cat([past.place - past.starts, moved.shifts]),
         log_later_mass=[torch.cat(both, dim=2) for both in masses],
         fit_boost=torch.cat([torch.ones(num_kept), moved.fit_boost]),
         factors=torch.cat([factors, moved.factors]),

@@ -19,6 +19,7 @@ from kvcat.cache import (
     first_ids,
 )
 from kvcat.choices import Supervision
+from kvcat.compress.rows import Rows
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
@@ -53,17 +54,30 @@ class Reconstruction:
 class PastQueries:
     """Queries of tokens that a compact cache represents, kept since these tokens ran.
 
+    They are kept with their attention to the text behind the cache, as it was when each token of
+    that text was exact: a compression does not change what the next one is fitted to. Protected
+    tokens are not part of this attention.
+
     Args:
         positions: of the tokens, ascending.
         starts: position at which the part of each query begins (``queries.MovedQueries``).
-        states: per layer, the queries after rotation at their positions.
+        states: per layer, the queries after rotation at their positions, (batch, heads, kept,
+            head_dim).
         log_later_mass: per layer, the log of each query's attention mass on the keys of its part.
+        place: position to which the parts are moved for ``log_mass`` and ``outputs``; no token of
+            the cache is behind it.
+        log_mass: per layer, the log of each query's attention mass on the tokens of the cache.
+        outputs: per layer, each query's attention over these tokens, (batch, heads, kept,
+            value_dim).
     """
 
     positions: Int[Tensor, " kept"]
     starts: Int[Tensor, " kept"]
-    states: Sequence[Float[Tensor, "batch _ kept _"]]
+    states: Sequence[Rows]
     log_later_mass: Sequence[Float[Tensor, "batch _ kept"]]
+    place: int
+    log_mass: Sequence[Float[Tensor, "batch _ kept"]]
+    outputs: Sequence[Rows]
 
 
 @dataclass(frozen=True)
@@ -197,6 +211,16 @@ class Trace:
     def num_protected(self) -> int:
         """The number of protected tokens, each of which is a slot of every head."""
         return num_positions(self.protected)
+
+    @property
+    def num_new(self) -> int:
+        """The number of tokens after the compact cache that are not protected.
+
+        Their slots are the last ones of every head.
+        """
+        protected = [(max(start, self.past_len), stop) for start, stop in self.protected]
+        num_protected = num_positions([each for each in protected if each[0] < each[1]])
+        return self.prefix_len - self.past_len - num_protected
 
     def protected_slots(self, layer: int) -> Int[Tensor, " protected"]:
         """The protected slots of a layer, the same in every head, in the order of positions."""

@@ -20,6 +20,7 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
+from kvcat.compress.rows import Rows
 from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import PastQueries
 from kvcat.errors import InputError
@@ -28,6 +29,8 @@ from kvcat.types import Tensor
 
 _COMPACT = "compact."
 _EXACT = ("keys", "values", "queries")
+_MASSES = ("log_later_mass", "log_mass")
+_ROWS = ("states", "outputs")
 
 
 @dataclass(frozen=True)
@@ -108,17 +111,14 @@ def write_session(path: Path, saved: SavedSession) -> None:
         tensors["stream"] = torch.stack(list(state.stream))
     kept = state.past_queries
     if kept is not None:
-        tensors["past.positions"] = kept.positions
-        tensors["past.starts"] = kept.starts
-        for number, (states, mass) in enumerate(zip(kept.states, kept.log_later_mass, strict=True)):
-            tensors[f"past.states.{number}"] = states
-            tensors[f"past.log_later_mass.{number}"] = mass
+        tensors |= _tensors_of_queries(kept)
     content = {
         "settings": saved.settings,
         "conversation": saved.conversation,
         "num_compactions": saved.num_compactions,
         "scales": list(state.scales),
         "compact": compact,
+        "place": None if kept is None else kept.place,
     }
     entries = {"fingerprint": saved.fingerprint, "content": json.dumps(content, sort_keys=True)}
     # a tensor may be a view of a larger one
@@ -173,12 +173,7 @@ def _state(
     }
     kept = None
     if "past.positions" in tensors:
-        kept = PastQueries(
-            tensors["past.positions"],
-            tensors["past.starts"],
-            [tensors[f"past.states.{number}"].to(device) for number in range(num_layers)],
-            [tensors[f"past.log_later_mass.{number}"].to(device) for number in range(num_layers)],
-        )
+        kept = _queries_of_tensors(tensors, int(content["place"]), num_layers, device)
     hidden = tensors["hidden"].to(device) if num_layers else None
     stream = list(tensors["stream"].to(device)) if num_layers else []
     return SessionState(
@@ -189,4 +184,47 @@ def _state(
         stream=stream,
         scales=content["scales"],
         past_queries=kept,
+    )
+
+
+def _tensors_of_queries(kept: PastQueries) -> dict[str, Tensor]:
+    """The tensors of kept queries by their name in a file."""
+    tensors = {"past.positions": kept.positions, "past.starts": kept.starts}
+    for name in _MASSES:
+        for number, tensor in enumerate(getattr(kept, name)):
+            tensors[f"past.{name}.{number}"] = tensor
+    for name in _ROWS:
+        for number, rows in enumerate(getattr(kept, name)):
+            tensors[f"past.{name}.integers.{number}"] = rows.integers
+            tensors[f"past.{name}.scales.{number}"] = rows.scales
+    return tensors
+
+
+def _queries_of_tensors(
+    tensors: dict[str, Tensor], place: int, num_layers: int, device: torch.device
+) -> PastQueries:
+    """The kept queries of a file.
+
+    Args:
+        tensors: of the file.
+        place: as in ``PastQueries``.
+        num_layers: of the model.
+        device: of the model.
+    """
+
+    def of_layers(name: str) -> list[Tensor]:
+        return [tensors[f"past.{name}.{number}"].to(device) for number in range(num_layers)]
+
+    def rows(name: str) -> list[Rows]:
+        pairs = zip(of_layers(f"{name}.integers"), of_layers(f"{name}.scales"), strict=True)
+        return [Rows(integers, scales) for integers, scales in pairs]
+
+    return PastQueries(
+        positions=tensors["past.positions"],
+        starts=tensors["past.starts"],
+        states=rows("states"),
+        log_later_mass=of_layers("log_later_mass"),
+        place=place,
+        log_mass=of_layers("log_mass"),
+        outputs=rows("outputs"),
     )

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor
-from kvcat.compress.kept_queries import keep_queries
-from kvcat.compress.protection import clipped, joined_ranges
+from kvcat.compress.kept_queries import keep_queries, placed_ahead
+from kvcat.compress.protection import clipped, joined_ranges, protecting
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import continued
@@ -31,9 +31,11 @@ class Session:
     ``budget``, all but the last ``tail`` tokens are compressed with the slots from before, to
     ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
     compressed; those of the tokens that are compressed now; and the queries of ``num_kept``
-    tokens compressed before. Slots that were fitted before have a log-bias,
-    which is part of the attention that the next fit reproduces, so that they count as the tokens
-    that they represent. Until the first compaction the logits are those of the dense model.
+    tokens compressed before, in 8 bits, with what they attended to while it was exact, so that
+    errors of earlier fits do not add up. Slots that were fitted before have a log-bias, which is
+    part of the attention that the next fit reproduces for the other queries, so that they count as
+    the tokens that they represent. Until the first compaction the logits are those of the dense
+    model.
 
     Sessions of one process are independent of each other; use a model from one thread at a time.
 
@@ -67,7 +69,7 @@ class Session:
         tail: int = 64,
         method: str | Compressor = "attention-matching",
         room: int | None = None,
-        num_kept: int = 512,
+        num_kept: int = 1024,
         piece: int = 1024,
         protect: Sequence[Range] = (),
         allow_special: bool = False,
@@ -373,11 +375,10 @@ class Session:
 
     def _compacted(self, state: SessionState, num_slots: int) -> SessionState:
         """The state after a compaction to so many slots and the tail."""
-        trace = state.trace(self.model, self._fingerprint, self.tail)
-        protect = clipped(self.protect, 0, trace.prefix_len)
-        compact = self._compressor(
-            trace, num_slots=min(num_slots, trace.prefix_len), protect=protect
-        )
+        whole = state.trace(self.model, self._fingerprint, self.tail)
+        protect = clipped(self.protect, 0, whole.prefix_len)
+        trace = placed_ahead(protecting(whole, protect))
+        compact = self._compressor(trace, num_slots=min(num_slots, trace.prefix_len))
         self.num_compactions += 1
         return state.compacted(compact, keep_queries(trace, self.num_kept))
 

@@ -1,0 +1,232 @@
+"""Facts told in a conversation and asked many turns later: python benchmarks/facts.py --out FILE.
+
+In every turn the user writes neutral sentences and one fact, such as "The phone number of Anna is
+48213.", and the assistant says "Noted.". After 5, 10, 20 and 30 turns (--turns) all facts told so
+far are asked, each alone: the question is a turn, and the answer is begun, "The phone number of
+Anna is". A greedy answer is right if it contains the whole number. The questions and their answers
+do not become part of the conversation.
+
+    dense         the whole conversation
+    session       kvcat.Session with --budget slots, compacted again and again
+    no queries    the same without kept queries
+    streaming     the same with StreamingLLM, the first 4 positions and the last ones
+    h2o, snapkv   the whole conversation, read again at each question, in as many slots as the
+                  session holds then
+    truncated     the template's opening and the last tokens, as many as these slots
+
+Intervals are Wilson's for the number of conversations, as if one's questions were copies. Every
+answer is written to --out when it is made; the same command continues an interrupted run.
+"""
+
+import argparse
+import platform
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from named_models import NamedModel, add_model_option, parse_models
+from questions import DIGITS, LINE, NAMES, right, share
+from tqdm import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvcat
+from kvcat.cache import CompactCache
+from kvcat.compress import make_compressor
+from kvcat.compress.documents import chat_parts
+from kvcat.errors import InputError
+from kvcat.evals.answers import greedy_answers
+from kvcat.evals.haystacks import draws, filler_lines, number, shuffled
+from kvcat.files import append_jsonl, read_jsonl
+
+ANSWER = "Noted."
+QUESTION = "What is the phone number of {}?"
+SESSIONS: dict[str, dict[str, Any]] = {
+    "session": {},
+    "no queries": {"num_kept": 0},
+    "streaming": {"method": "streaming"},
+}
+ONE_SHOT = ("h2o", "snapkv")
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation; it is the same for every condition.
+
+    Args:
+        tokenizer: with a chat template.
+        seed, index: of the conversation.
+        num_turns: of the user, each with one fact.
+        sentences: neutral sentences of a turn.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    seed: str
+    index: int
+    num_turns: int
+    sentences: int
+
+    @cached_property
+    def facts(self) -> list[tuple[str, str]]:
+        """Name and number told in each turn."""
+        draw = draws(self.seed, "facts", self.index)
+        return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: self.num_turns]]
+
+    @cached_property
+    def texts(self) -> list[str]:
+        """What the user writes in each turn."""
+        texts = []
+        for turn, (name, code) in enumerate(self.facts):
+            draw = draws(self.seed, "text", self.index, turn)
+            filler = filler_lines(draw)
+            lines = [next(filler) for _ in range(self.sentences)]
+            lines.insert(int(draw.random() * (len(lines) + 1)), f"{LINE.format(name)} {code}.\n")
+            texts.append("".join(lines).strip())
+        return texts
+
+    def questions(self, ids: Sequence[int], num_turns: int) -> list[list[int]]:
+        """Token ids of the questions for all facts of the first turns, as continuations of ids."""
+        messages = []
+        for text in self.texts[:num_turns]:
+            messages.append({"role": "user", "content": text})
+            messages.append({"role": "assistant", "content": ANSWER})
+        questions = []
+        for name, _ in self.facts[:num_turns]:
+            asked = [*messages, {"role": "user", "content": QUESTION.format(name)}]
+            text: Any = self.tokenizer.apply_chat_template(
+                asked, tokenize=False, add_generation_prompt=True
+            )
+            tokens = self.tokenizer.encode(text + LINE.format(name), add_special_tokens=False)
+            if tokens[: len(ids)] != list(ids):
+                raise InputError("the chat template changes earlier turns")
+            questions.append(tokens[len(ids) :])
+        return questions
+
+
+def told(talk: Talk, model: PreTrainedModel, stops: Sequence[int], settings: dict[str, Any]) -> Any:
+    """The session after each number of turns in ``stops``."""
+    session = kvcat.Session(model, talk.tokenizer, **settings)
+    for turn, text in enumerate(talk.texts, start=1):
+        session.turn(text)
+        session.turn(ANSWER, role="assistant")
+        if turn in stops:
+            yield turn, session
+
+
+def others(talk: Talk, model: PreTrainedModel, session: Any) -> Iterator[tuple[str, CompactCache]]:
+    """Caches of the conversation so far by the other conditions, in as many slots."""
+    ids = session.ids
+    slots = round(session.held_slots)
+    trace = kvcat.trace(model, ids.unsqueeze(0), supervision="self")
+    yield "dense", trace.dense_cache()
+    for name in ONE_SHOT:
+        yield name, make_compressor(name)(trace, num_slots=min(slots, len(ids)))
+    head = len(talk.tokenizer.encode(chat_parts(talk.tokenizer)[0]))
+    last = ids[max(head, head + len(ids) - slots) :]
+    cut = torch.cat([ids[:head], last]).unsqueeze(0)
+    yield "truncated", kvcat.trace(model, cut, supervision="self").dense_cache()
+
+
+def records_of(
+    talk: Talk, model: PreTrainedModel, options: argparse.Namespace, known: set
+) -> Iterator[dict[str, Any]]:
+    """A record per condition and number of turns that is not known yet: the answers."""
+    name = f"{talk.seed}-{talk.index}"
+    for condition, settings in SESSIONS.items():
+        wanted = [turn for turn in options.turns if (name, condition, turn) not in known]
+        if not wanted:
+            continue
+        common = {"budget": options.budget, "tail": options.tail, **settings}
+        for turn, session in told(talk, model, wanted, common):
+            questions = talk.questions(session.ids.tolist(), turn)
+            caches = {condition: session.cache}
+            if condition == "session":
+                caches |= dict(others(talk, model, session))
+            for each, cache in caches.items():
+                answers = greedy_answers(model, cache, questions, DIGITS + 2)
+                yield {
+                    "document": name,
+                    "condition": each,
+                    "turns": turn,
+                    "tokens": session.num_tokens,
+                    "slots": cache.mean_slots,
+                    "compactions": session.num_compactions,
+                    "asked": talk.facts[:turn],
+                    "answers": [talk.tokenizer.decode(tokens) for tokens in answers],
+                }
+
+
+def report(records: Sequence[dict[str, Any]]) -> None:
+    """Markdown: percent of right answers by condition and number of turns, and by age of the fact
+    after the most turns."""
+    rows = [
+        {**record, "told": turn, "right": float(right(answer, code))}
+        for record in records
+        for turn, (answer, (_, code)) in enumerate(
+            zip(record["answers"], record["asked"], strict=True), start=1
+        )
+    ]
+    frame = pd.DataFrame(rows)
+    turns = sorted(frame.turns.unique())
+    order = ["dense", *SESSIONS, *ONE_SHOT, "truncated"]
+    means = frame.groupby("turns")[["tokens", "compactions"]].mean()
+    print("\n| turns | " + " | ".join(map(str, turns)) + " |")
+    print("|---" * (len(turns) + 1) + "|")
+    print("| tokens | " + " | ".join(f"{means.tokens[turn]:.0f}" for turn in turns) + " |")
+    for name in order:
+        group = frame[frame.condition == name]
+        cells = [share(group[group.turns == turn]) for turn in turns]
+        print(f"| {name} | " + " | ".join(cells) + " |")
+    most = frame[frame.turns == turns[-1]].copy()
+    most["age"] = pd.cut(most.turns - most.told, [-1, 4, 9, 19, 29]).cat.remove_unused_categories()
+    ages = list(most.age.cat.categories)
+    print(f"\nafter {turns[-1]} turns, told so many turns ago\n")
+    print("| | " + " | ".join(f"{age.left + 1:.0f} to {age.right:.0f}" for age in ages) + " |")
+    print("|---" * (len(ages) + 1) + "|")
+    for name in order:
+        group = most[most.condition == name]
+        print(f"| {name} | " + " | ".join(share(group[group.age == age]) for age in ages) + " |")
+
+
+def run(named: NamedModel, options: argparse.Namespace) -> None:
+    """Ask one model what is not asked yet, and print its tables."""
+    everything = read_jsonl(options.out) if options.out.exists() else []
+    records = [record for record in everything if record["model"] == named.label]
+    known = {(record["document"], record["condition"], record["turns"]) for record in records}
+    model = named.load()
+    for index in tqdm(range(options.conversations), named.label):
+        talk = Talk(named.tokenizer, options.seed, index, max(options.turns), options.sentences)
+        for made in records_of(talk, model, options, known):
+            record = {"model": named.label, **made}
+            append_jsonl(options.out, record)
+            records.append(record)
+    print(f"\n{named.label}: {platform.machine()}, torch {torch.__version__}")
+    report(records)
+
+
+def main() -> None:
+    """Measure, and print the tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_model_option(parser)
+    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    parser.add_argument("--turns", type=int, nargs="+", default=[5, 10, 20, 30])
+    parser.add_argument("--conversations", type=int, default=4)
+    parser.add_argument("--sentences", type=int, default=3, help="neutral ones in a turn")
+    parser.add_argument("--budget", type=int, default=400, help="slots per layer and head")
+    parser.add_argument("--tail", type=int, default=64)
+    parser.add_argument("--seed", default="test", help="of the conversations")
+    parser.add_argument("--threads", type=int, default=1)
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for named in parse_models(options.model):
+        run(named, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,51 @@
+"""Rows of numbers in 8 bits, for what is kept between compressions."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvcat.types import Float, Int, Tensor, at_least_float32
+
+_LARGEST = 127
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Vectors in 8 bits, each with a scale of its own, so that its largest number is 127 times it.
+
+    Args:
+        integers: from -127 to 127.
+        scales: what the integers are multiplied by, in at least float32.
+    """
+
+    integers: Int[Tensor, "*shape channels"]
+    scales: Float[Tensor, "*shape 1"]
+
+    @classmethod
+    def of(cls, vectors: Float[Tensor, "*shape channels"]) -> "Rows":
+        """The vectors, rounded."""
+        numbers = at_least_float32(vectors)
+        scales = numbers.abs().amax(-1, keepdim=True) / _LARGEST
+        divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+        return cls((numbers / divisors).round().to(torch.int8), scales)
+
+    def __getitem__(self, index: Any) -> "Rows":
+        """Some of the vectors, by the dimensions before the channels."""
+        return Rows(self.integers[index], self.scales[index])
+
+    def numbers(self) -> Float[Tensor, "*shape channels"]:
+        """The rounded vectors."""
+        return self.integers * self.scales
+
+    def selected(self, dim: int, places: Int[Tensor, " rows"]) -> "Rows":
+        """Some of the vectors along a dimension."""
+        places = places.to(self.integers.device)
+        return Rows(self.integers.index_select(dim, places), self.scales.index_select(dim, places))
+
+    @staticmethod
+    def joined(parts: Sequence["Rows"], dim: int) -> "Rows":
+        """Vectors of several, one after the other along a dimension."""
+        integers = torch.cat([part.integers for part in parts], dim=dim)
+        return Rows(integers, torch.cat([part.scales for part in parts], dim=dim))
