@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import seeds_p_value, share_difference, wilson
+from kvcat.evals.intervals import seeds_p_value
+from kvcat.evals.shares import share_difference, wilson
 from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 
@@ -88,6 +89,18 @@ def test_one_document_gives_a_figure_without_an_interval():
     assert estimate.value == 1.5
     assert np.isnan([estimate.low, estimate.high]).all()
     assert not estimate.excludes(0.0)
+
+
+def test_an_infinite_resample_counts_as_the_largest_and_an_infinite_figure_has_no_interval():
+    first = np.arange(1.0, 7.0)
+    often = ClusterBootstrap(names(6))
+    ratio = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.eye(6)[0])
+    assert np.isinf(ratio.values).mean() == pytest.approx((5 / 6) ** 6, abs=0.02)
+    estimate = often.estimate(ratio)
+    assert estimate.low == -np.inf  # a third of the resamples lie above every figure
+    assert estimate.high > ratio.value
+    infinite = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.zeros(6))
+    assert np.isnan(often.estimate(infinite).low)
 
 
 def test_the_standard_errors_of_a_ratio_and_a_difference_are_those_of_the_delta_method():

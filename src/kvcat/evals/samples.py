@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate, share
+from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate
 from kvcat.evals.records import Record, models_of
 from kvcat.evals.registry import all_metrics
+from kvcat.evals.shares import share
 
 METRICS = all_metrics()
 EXAMPLE = ["document", "example"]

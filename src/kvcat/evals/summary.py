@@ -13,7 +13,6 @@ from kvcat.evals.intervals import (
     Draws,
     Estimate,
     seeds_p_value,
-    share_difference,
 )
 from kvcat.evals.records import Record
 from kvcat.evals.samples import (
@@ -25,6 +24,7 @@ from kvcat.evals.samples import (
     record_table,
     samples_by_cell,
 )
+from kvcat.evals.shares import share_difference
 from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 BASELINES = ("dense", "no-context", "truncated")
