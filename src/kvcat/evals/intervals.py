@@ -261,13 +261,14 @@ class ClusterBootstrap:
         values = np.stack([mean.values for mean in means])  # (means, draws)
         centre = (slopes * values).sum(axis=0)
         sums = np.stack([mean.document_sums for mean in means], axis=1)  # (documents, means)
-        parts = np.column_stack([sums, self._windows_per_document])  # (documents, means + 1)
-        factors = np.vstack([slopes, -centre])  # (means + 1, draws)
+        # (documents, means + 1) and (means + 1, draws)
+        by_document = np.column_stack([sums, self._windows_per_document])
+        factors = np.vstack([slopes, -centre])
         variances = []
         num_chunks = 1 + slopes.shape[1] * len(sums) // _CHUNK_ELEMENTS
         for chunk in np.array_split(np.arange(slopes.shape[1]), num_chunks):  # bounds the memory
             columns = slice(chunk[0], chunk[-1] + 1)
-            moves = parts @ factors[:, columns]  # (documents, draws)
+            moves = by_document @ factors[:, columns]  # (documents, draws)
             variances.append(self._sum_of_squares(moves, self._counts[:, columns]))
         return np.sqrt(np.concatenate(variances)) / self._num_windows
 
