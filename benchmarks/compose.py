@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 import kvcat
 from kvcat.compress import Trace
+from kvcat.evals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import output_head
@@ -98,6 +99,12 @@ def measure(model: Any, texts: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
                 yield row(name, keep, composed, seconds)
 
 
+def interval(rows: pd.DataFrame) -> pd.Series:
+    """The ends of the 95 % interval of the mean KL over windows."""
+    mean = ClusterBootstrap(rows["window"].astype(str).tolist()).mean(rows["kl"].to_numpy())
+    return pd.Series({"low": mean.low, "high": mean.high})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", default="smollm2-135m")
@@ -119,8 +126,8 @@ def main() -> None:
     rows["kl"] = (rows["first"] + rows["second"]) / 2
     table = rows.groupby(["keep", "row"], sort=False)
     means = table[["first", "second", "kl", "slots", "seconds"]].mean()
-    means["error"] = table["kl"].sem()
-    print(means.round(4).to_string())
+    intervals = table.apply(interval, include_groups=False)
+    print(means.join(intervals).round(4).to_string())
 
 
 if __name__ == "__main__":

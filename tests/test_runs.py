@@ -3,8 +3,9 @@
 import importlib.util
 from pathlib import Path
 
-import pandas as pd
+import numpy as np
 import pytest
+import scipy.stats
 import torch
 from transformers import DynamicCache
 
@@ -80,41 +81,8 @@ def test_every_token_is_of_one_kind_of_text():
     assert ["seen before" in token_kinds for token_kinds in kinds_of_tokens] == [False] * 8 + [True]
 
 
-def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_of_their_steps():
-    records = script("records")
-    windows = [
-        (model, seed, f"d{number}", 10.0 * price + number, kl * number)
-        for model, seeds, price, kl in (
-            ("control-8", "01", 0.0, 2.0),
-            ("rand-8", "0", 0.2, 1.0),
-            ("rand-w0.5-8", "02", 0.1, 1.5),
-        )
-        for seed in seeds
-        for number in range(1, 7)
-    ]
-    rows = pd.DataFrame(windows, columns=["model", "seed", "document", "nll_dense", "kl"])
-    rows = rows.assign(
-        text="books",
-        method="h2o",
-        keep_ratio=0.1,
-        window="0",
-        nll=rows["nll_dense"] + 1,
-        context_gain=1.0,
-    )
-    control = records.control_of("rand-w0.5-8")
-    compared = records.compared(rows, "rand-w0.5-8", control).set_index("metric")
-    assert list(
-        compared.loc["kl", ["ratio", "ratio_low", "ratio_high", "num_seeds"]]
-    ) == pytest.approx([0.75] * 3 + [1])
-    assert list(compared.loc["nll_dense", ["difference", "low", "high"]]) == pytest.approx(
-        [1.0] * 3
-    )
-    assert records.share(rows, "rand-w0.5-8", "rand-8", control).value == pytest.approx(0.5)
-    assert "| h2o | **0.750** [0.750, 0.750] |" in records.markdown(compared.reset_index())
-
-
-def test_every_model_of_the_price_curve_has_records_and_a_control():
-    records = script("records")
-    known = set(pd.read_csv(records.FILE)["model"])
-    models = {model for points in records.FORMS.values() for model in points.values()}
-    assert models | {records.control_of(model) for model in models} <= known
+def test_the_interval_of_a_mean_by_leaving_one_out_is_students():
+    values = np.array([0.3, 1.1, 0.4, 0.9, 0.2])
+    without_one = [float(np.delete(values, one).mean()) for one in range(5)]
+    low, high = scipy.stats.t.interval(0.95, 4, values.mean(), scipy.stats.sem(values))
+    assert script("gradients").half_width(without_one) == pytest.approx((high - low) / 2)

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import seeds_p_value, share_difference, wilson
+from kvcat.evals.intervals import seeds_p_value
+from kvcat.evals.shares import share_difference, wilson
 from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 
@@ -69,8 +70,8 @@ def test_intervals_of_twelve_skewed_documents_cover_what_they_say():
 
 
 def test_windows_of_one_document_are_resampled_together():
-    copies = np.repeat([0.0, 1.0, 2.0, 5.0], 25)
-    clustered = ClusterBootstrap(np.repeat(["a", "b", "c", "d"], 25).tolist()).mean(copies)
+    copies = np.repeat([0.0, 1.0, 2.0, 5.0], 32)  # a power of two: rounding is the same
+    clustered = ClusterBootstrap(np.repeat(["a", "b", "c", "d"], 32).tolist()).mean(copies)
     alone = np.array([0.0, 1.0, 2.0, 5.0])
     assert clustered == ClusterBootstrap(["a", "b", "c", "d"]).mean(alone)
     assert clustered == ClusterBootstrap(["a", "b", "c", "d"], strata=["all"] * 4).mean(alone)
@@ -88,6 +89,18 @@ def test_one_document_gives_a_figure_without_an_interval():
     assert estimate.value == 1.5
     assert np.isnan([estimate.low, estimate.high]).all()
     assert not estimate.excludes(0.0)
+
+
+def test_an_infinite_resample_counts_as_the_largest_and_an_infinite_figure_has_no_interval():
+    first = np.arange(1.0, 7.0)
+    often = ClusterBootstrap(names(6))
+    ratio = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.eye(6)[0])
+    assert np.isinf(ratio.values).mean() == pytest.approx((5 / 6) ** 6, abs=0.02)
+    estimate = often.estimate(ratio)
+    assert estimate.low == -np.inf  # a third of the resamples lie above every figure
+    assert estimate.high > ratio.value
+    infinite = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.zeros(6))
+    assert np.isnan(often.estimate(infinite).low)
 
 
 def test_the_standard_errors_of_a_ratio_and_a_difference_are_those_of_the_delta_method():
@@ -181,7 +194,7 @@ def test_strata_are_resampled_to_their_size_and_a_mean_has_the_textbook_standard
     values = np.concatenate([generator.normal(0.0, 1.0, 60), generator.normal(10.0, 2.0, 140)])
     bootstrap = ClusterBootstrap(names(200), strata=["a"] * 60 + ["b"] * 140)
     assert [
-        set(bootstrap._counts[:, stratum].sum(1)) for stratum in (slice(0, 60), slice(60, 200))
+        set(bootstrap._counts[stratum].sum(0)) for stratum in (slice(0, 60), slice(60, 200))
     ] == [
         {60.0},
         {140.0},
@@ -201,8 +214,8 @@ def test_strata_are_resampled_to_their_size_and_a_mean_has_the_textbook_standard
 def test_documents_alone_in_their_stratum_share_one_or_join_the_smallest(strata, bounds):
     counts = ClusterBootstrap(names(len(strata)), strata=list(strata), num_resamples=50)._counts
     for start, stop in itertools.pairwise((0, *bounds)):
-        assert set(counts[:, start:stop].sum(axis=1)) == {float(stop - start)}
-        assert counts[1:, stop - 1].std() > 0.0
+        assert set(counts[start:stop].sum(axis=0)) == {float(stop - start)}
+        assert counts[stop - 1, 1:].std() > 0.0
 
 
 @given(order=st.permutations(range(12)))
@@ -295,7 +308,7 @@ def test_medians_equal_numpys_on_every_resample():
     bootstrap = ClusterBootstrap(documents, num_resamples=50)
     draws = bootstrap.median(values)
     assert draws.value == np.median(values)
-    for counts, median in zip(bootstrap._counts.astype(int), draws.values, strict=True):
+    for counts, median in zip(bootstrap._counts.T.astype(int), draws.values, strict=True):
         pool = np.repeat(values, [counts[int(document[1])] for document in documents])
         assert median == pytest.approx(np.median(pool))
     two_runs = ClusterBootstrap(documents, seeds="ab", num_resamples=50)

@@ -1,4 +1,4 @@
-"""Figures with 95 % intervals: bootstrap-t over documents, training seeds, shares."""
+"""Figures with 95 % intervals: bootstrap-t over documents, Student's t over training seeds."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,12 @@ from scipy.stats import t as student_t
 from kvcat.errors import InputError
 
 LEVEL = 0.95
-_Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
+NORMAL_QUANTILE = float(norm.ppf((1.0 + LEVEL) / 2.0))
+"""The half-width of a 95 % interval of a normal variable, in standard deviations."""
+NUM_MEDIAN_CHUNKS = 10
+"""The number of parts in which medians of resamples and exchanges are computed, which bounds the
+memory."""
 _TAILS = [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0]
-_MEDIAN_CHUNKS = 10
 _CHUNK_ELEMENTS = 2**22
 _STEP = 1e-4
 _ROUNDING = 1e-12
@@ -154,9 +157,9 @@ class ClusterBootstrap:
         if strata is not None:
             ranks = _stratum_ranks(documents, strata)
         self._stratum_of = np.array(ranks)
-        self._counts = _resample_counts(ranks, num_resamples)  # (draws, documents)
+        self._counts = _resample_counts(ranks, num_resamples)  # (documents, draws)
         self._windows_per_document = np.bincount(self._document_of).astype(float)
-        self._num_windows = self._counts @ self._windows_per_document  # (draws,)
+        self._num_windows = self._windows_per_document @ self._counts  # (draws,)
         self._seeds = tuple(seeds)
 
     def of_means(
@@ -170,7 +173,7 @@ class ClusterBootstrap:
             offset = column.flat[0]  # keeps constant columns exactly constant
             rows = np.atleast_2d(column) - offset  # (seeds, windows)
             sums = np.bincount(self._document_of, weights=rows.mean(axis=0))
-            means.append(_Mean(sums, self._counts @ sums / self._num_windows))
+            means.append(_Mean(sums, sums @ self._counts / self._num_windows))
             offsets.append(offset)
             seed_means = rows.mean(axis=1)
             seed_moves.append(seed_means - seed_means.mean())
@@ -196,18 +199,22 @@ class ClusterBootstrap:
         ascending = values[order]
         document_of = self._document_of[order]
         medians = []
-        for counts in np.array_split(self._counts, _MEDIAN_CHUNKS):  # bounds the memory
-            num_up_to = np.cumsum(counts[:, document_of], axis=1)  # (draws, windows)
-            total = num_up_to[:, -1:]
+        for counts in np.array_split(self._counts, NUM_MEDIAN_CHUNKS, axis=1):
+            num_up_to = np.cumsum(counts[document_of], axis=0)  # (windows, draws)
+            total = num_up_to[-1]
             # the two middle windows, which coincide if the number of windows is odd
-            lower = np.argmax(num_up_to > (total - 1) // 2, axis=1)
-            upper = np.argmax(num_up_to > total // 2, axis=1)
+            lower = np.argmax(num_up_to > (total - 1) // 2, axis=0)
+            upper = np.argmax(num_up_to > total // 2, axis=0)
             medians.append((ascending[lower] + ascending[upper]) / 2.0)
         return np.concatenate(medians)
 
     def estimate(self, draws: Draws) -> Estimate:
-        """The figure with its interval; without an interval if there is only one document."""
-        if self.num_documents == 1 or np.isnan(draws.values).any():
+        """The figure with its interval.
+
+        There is no interval if there is only one document or if a draw is undefined.
+        """
+        is_undefined = not math.isfinite(draws.value) or bool(np.isnan(draws.values).any())
+        if self.num_documents == 1 or is_undefined:
             return Estimate(draws.value)
         low, high = self._documents_interval(draws)
         below = draws.value - low
@@ -223,17 +230,21 @@ class ClusterBootstrap:
         if draws.means is None:
             low, high = np.quantile(draws.values[1:], _TAILS, method="inverted_cdf")
             return float(low), float(high)
-        errors = self._standard_errors(draws, draws.means)
+        with np.errstate(invalid="ignore"):  # infinite figures have no standard error
+            errors = self._standard_errors(draws, draws.means)
         value = draws.values[0]
         error = errors[0]
-        half = float(student_t.ppf(_TAILS[1], self.num_documents - 1)) * error
+        half = _student_quantile(self.num_documents - 1) * error
         if self.num_documents < _FEWEST_FOR_BOOTSTRAP_T:
             return float(value - half), float(value + half)
         moved = draws.values[1:] - value
         with np.errstate(divide="ignore", invalid="ignore"):
             pivots = moved / errors[1:]
-        rounding = _ROUNDING * float(np.abs(draws.values).max())
+        finite = draws.values[np.isfinite(draws.values)]
+        rounding = _ROUNDING * float(np.abs(finite).max())
         pivots[np.abs(moved) <= rounding] = 0.0  # equal documents have no error
+        infinite = np.isinf(moved)  # a ratio to 0
+        pivots[infinite] = moved[infinite]
         lower, upper = np.quantile(pivots, _TAILS, method="inverted_cdf")
         if error <= rounding:
             return float(value), float(value)
@@ -246,29 +257,34 @@ class ClusterBootstrap:
         slope * (document sum - mean * windows of d). In a stratum of D documents, which a draw
         holds c_d times each, the variance is D / (D - 1) * sum_d c_d (u_d - mean u)^2 / windows^2.
         """
-        sums = np.stack([mean.document_sums for mean in means])  # (means, documents)
-        slopes = np.stack(draws.slopes, axis=1)  # (draws, means)
-        values = np.stack([mean.values for mean in means], axis=1)
-        centre = (slopes * values).sum(axis=1)
+        slopes = np.stack(draws.slopes)  # (means, draws)
+        values = np.stack([mean.values for mean in means])  # (means, draws)
+        centre = (slopes * values).sum(axis=0)
+        sums = np.stack([mean.document_sums for mean in means], axis=1)  # (documents, means)
+        # (documents, means + 1) and (means + 1, draws)
+        by_document = np.column_stack([sums, self._windows_per_document])
+        factors = np.vstack([slopes, -centre])
         variances = []
-        num_chunks = 1 + slopes.shape[0] * sums.shape[1] // _CHUNK_ELEMENTS
-        for chunk in np.array_split(np.arange(len(slopes)), num_chunks):  # bounds the memory
-            moves = slopes[chunk] @ sums - np.outer(centre[chunk], self._windows_per_document)
-            variances.append(self._sum_of_squares(moves, self._counts[chunk]))
+        num_chunks = 1 + slopes.shape[1] * len(sums) // _CHUNK_ELEMENTS
+        for chunk in np.array_split(np.arange(slopes.shape[1]), num_chunks):  # bounds the memory
+            columns = slice(chunk[0], chunk[-1] + 1)
+            moves = by_document @ factors[:, columns]  # (documents, draws)
+            variances.append(self._sum_of_squares(moves, self._counts[:, columns]))
         return np.sqrt(np.concatenate(variances)) / self._num_windows
 
     def _sum_of_squares(
-        self, moves: Float[Array, "draws documents"], counts: Float[Array, "draws documents"]
+        self, moves: Float[Array, "documents draws"], counts: Float[Array, "documents draws"]
     ) -> Float[Array, " draws"]:
         """The sum of squared deviations of a draw's documents from the mean of their stratum."""
-        total = np.zeros(len(moves))
-        for stratum in range(self._stratum_of.max() + 1):
-            members = self._stratum_of == stratum
-            size = int(members.sum())
-            times = counts[:, members]
-            mean = (times * moves[:, members]).sum(axis=1, keepdims=True) / size
-            squares = (times * (moves[:, members] - mean) ** 2).sum(axis=1)
-            total += squares * (size / max(1, size - 1))
+        num_strata = int(self._stratum_of.max()) + 1
+        total = np.zeros(moves.shape[1])
+        for stratum in range(num_strata):
+            members = self._stratum_of == stratum if num_strata > 1 else slice(None)
+            times = counts[members]
+            deviations = moves[members]
+            deviations -= np.einsum("ij,ij->j", times, deviations) / len(times)
+            squares = np.einsum("ij,ij,ij->j", times, deviations, deviations)
+            total += squares * (len(times) / max(1, len(times) - 1))
         return total
 
     def mean(self, values: Float[Array, "*seeds windows"]) -> Estimate:
@@ -289,6 +305,12 @@ def _slope(
     return difference / (2.0 * step)
 
 
+@lru_cache
+def _student_quantile(degrees: int) -> float:
+    """The half-width of a 95 % interval of Student's t with these degrees of freedom."""
+    return float(student_t.ppf(_TAILS[1], degrees))
+
+
 def _seeds_half_width(draws: Draws) -> float:
     """Half the width of the interval from the training seeds alone; 0 for one seed.
 
@@ -296,7 +318,7 @@ def _seeds_half_width(draws: Draws) -> float:
     """
     square = 0.0
     for error, degrees in _seed_errors(draws):
-        square += (float(student_t.ppf(_TAILS[1], degrees)) * error) ** 2
+        square += (_student_quantile(degrees) * error) ** 2
     return math.sqrt(square)
 
 
@@ -345,10 +367,10 @@ def _stratum_ranks(documents: Names, strata: Sequence[str]) -> tuple[int, ...]:
 
 
 @lru_cache(maxsize=16)
-def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array, "draws documents"]:
+def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array, "documents draws"]:
     """The number of times that the data, and each resample, contain each document."""
     stratum_of = np.array(ranks)
-    counts = np.ones((1 + num_resamples, len(ranks)))
+    counts = np.ones((len(ranks), 1 + num_resamples))
     for stratum in range(stratum_of.max() + 1):
         members = np.flatnonzero(stratum_of == stratum)
         seed = [0, len(members)]
@@ -356,62 +378,7 @@ def _resample_counts(ranks: tuple[int, ...], num_resamples: int) -> Float[Array,
             seed.append(stratum)
         generator = np.random.default_rng(seed)
         chances = np.full(len(members), 1.0 / len(members))
-        counts[1:, members] = generator.multinomial(len(members), chances, size=num_resamples)
+        drawn = generator.multinomial(len(members), chances, size=num_resamples)
+        counts[members, 1:] = drawn.T
     counts.flags.writeable = False
     return counts
-
-
-def wilson(successes: float | int, num_trials: float | int) -> Estimate:
-    """A proportion with Wilson's score interval, whose width is positive even at 0 and 100 %.
-
-    The interval contains all p with |p_hat - p| <= z sqrt(p (1 - p) / n), where z is the normal
-    quantile. Successes may be fractional if a trial is a document with several examples.
-
-    References: Wilson 1927; Brown, Cai and DasGupta 2001, "Interval estimation for a binomial
-    proportion".
-    """
-    rate = successes / num_trials
-    square = _Z**2 / num_trials
-    centre = (rate + square / 2.0) / (1.0 + square)
-    half = math.sqrt(square * rate * (1.0 - rate) + square**2 / 4.0) / (1.0 + square)
-    low = 0.0 if successes == 0 else min(centre - half, rate)  # avoids a rounding error of 1e-18
-    high = 1.0 if successes == num_trials else max(centre + half, rate)
-    return Estimate(rate, low, high)
-
-
-def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
-    """The mean of scores in [0, 1] with Wilson's interval for n = number of documents.
-
-    The interval is conservative: the variance of a variable in [0, 1] with mean p is at most p (1 -
-    p), and examples from one document count as copies of one another.
-    """
-    num_documents = len(set(documents))
-    return wilson(float(scores.mean()) * num_documents, num_documents)
-
-
-def share_difference(
-    first: Float[Array, " examples"], second: Float[Array, " examples"], documents: Names
-) -> tuple[Estimate, float]:
-    """The difference of two mean scores in [0, 1] with Agresti and Min's interval and p-value.
-
-    Both models are scored on the same examples. Half a document is added to each of four outcomes:
-    both are right, neither is, only the first is, only the second is. Let d_i be the difference on
-    document i of n, scaled so that the mean of all d_i is the difference. With m = sum d / (n + 2)
-    and s^2 = ((sum d^2 + 1) / (n + 2) - m^2) / (n + 2), the interval is m +/- z s, whose width is
-    never zero, and p = 2 Phi(-|m| / s).
-
-    References: Agresti and Min 2005, "Simple improved confidence intervals for comparing matched
-    proportions".
-    """
-    names, document_of = np.unique(np.asarray(documents), return_inverse=True)
-    sums = np.bincount(document_of, weights=first - second)
-    differences = sums * len(names) / len(first)
-    total = len(names) + 2
-    mean = differences.sum() / total
-    mean_square = ((differences**2).sum() + 1.0) / total
-    error = math.sqrt(mean_square - mean**2) / math.sqrt(total)
-    value = float((first - second).mean())
-    low = min(float(mean - _Z * error), value)
-    high = max(float(mean + _Z * error), value)
-    p_value = 2.0 * float(norm.cdf(-abs(mean) / error))
-    return Estimate(value, low, high), p_value

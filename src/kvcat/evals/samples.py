@@ -9,9 +9,10 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate, share
+from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate
 from kvcat.evals.records import Record, models_of
 from kvcat.evals.registry import all_metrics
+from kvcat.evals.shares import share
 
 METRICS = all_metrics()
 EXAMPLE = ["document", "example"]
@@ -79,10 +80,14 @@ class Sample:
     def defines(self, name: str) -> bool:
         """Whether a metric is defined for this sample."""
         column = METRICS[name].defined_where
-        if not column:
-            return True
-        mean = self.bootstrap.mean(self.columns[column])
-        return mean.value > 0.0 and mean.low > 0.0
+        return not column or column in self._clearly_above_0
+
+    @cached_property
+    def _clearly_above_0(self) -> set[str]:
+        """The columns on which metrics depend whose means are above 0 with their intervals."""
+        conditions = {METRICS[name].defined_where for name in self.metrics} - {""}
+        means = {column: self.bootstrap.mean(self.columns[column]) for column in conditions}
+        return {column for column, mean in means.items() if mean.value > 0.0 and mean.low > 0.0}
 
     def draws(self, name: str) -> Draws:
         """A metric over all examples, and over every resample."""

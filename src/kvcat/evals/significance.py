@@ -5,14 +5,12 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from jaxtyping import Float, Int
-from scipy.stats import binomtest, norm
+from scipy.stats import binomtest
 
-from kvcat.evals.intervals import LEVEL, Array, Names
+from kvcat.evals.intervals import LEVEL, NORMAL_QUANTILE, NUM_MEDIAN_CHUNKS, Array, Names
 
 # for p < 0.05, an exact test needs this many differing examples, all in favour of one model
 _FEWEST_DIFFERING = math.ceil(1.0 - math.log2(1.0 - LEVEL))
-_Z = float(norm.ppf((1.0 + LEVEL) / 2.0))
-_MEDIAN_CHUNKS = 10
 
 
 def swap_p_value(
@@ -68,7 +66,7 @@ def _swapped_medians(
 ) -> Float[Array, " swaps"]:
     """The difference of medians for every exchange."""
     differences = []
-    for rows in np.array_split(swapped.astype(bool), _MEDIAN_CHUNKS):
+    for rows in np.array_split(swapped.astype(bool), NUM_MEDIAN_CHUNKS):
         ours = np.median(np.where(rows, second, first), axis=1)
         theirs = np.median(np.where(rows, first, second), axis=1)
         differences.append(ours - theirs)
@@ -127,7 +125,7 @@ def small_sample_warning(
     if num_documents < _FEWEST_DIFFERING:
         noun = "document" if num_documents == 1 else "documents"
         return f"{num_documents} {noun}: no difference can be detected at 95 %"
-    half_width = _Z * math.sqrt(float((differences**2).mean()) / num_documents)
+    half_width = NORMAL_QUANTILE * math.sqrt(float((differences**2).mean()) / num_documents)
     exact = _FEWEST_DIFFERING * float(differences.max()) / num_documents
     smallest = max(half_width, exact)
     observed = abs(float((first - second).mean()))

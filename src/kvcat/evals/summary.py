@@ -10,9 +10,9 @@ from kvcat.errors import InputError
 from kvcat.evals.intervals import (
     NO_ESTIMATE,
     Array,
+    Draws,
     Estimate,
     seeds_p_value,
-    share_difference,
 )
 from kvcat.evals.records import Record
 from kvcat.evals.samples import (
@@ -24,6 +24,7 @@ from kvcat.evals.samples import (
     record_table,
     samples_by_cell,
 )
+from kvcat.evals.shares import share_difference
 from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
 
 BASELINES = ("dense", "no-context", "truncated")
@@ -171,8 +172,18 @@ def _comparisons(sample: Sample, other: Sample) -> list[dict[str, Any]]:
 def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
     """The columns of a row of ``compare_models`` that depend on the metric."""
     metric = METRICS[name]
-    difference, p_value = _difference(sample, other, name)
-    ratio = _ratio(sample, other, name) if metric.ratio else NO_ESTIMATE
+    several_runs = max(len(sample.runs), len(other.runs)) > 1
+    change = None
+    ratio = NO_ESTIMATE
+    if several_runs or metric.ratio or not metric.share:
+        draws = sample.draws(name)
+        other_draws = other.draws(name)
+        change = draws - other_draws
+        if metric.ratio:
+            ratio = sample.bootstrap.estimate(draws / other_draws)
+    if metric.share and not several_runs:
+        change = None
+    difference, p_value = _difference(sample, other, name, change)
     significant = difference.excludes(0.0) and p_value <= SIGNIFICANT
     improved = (difference.value < 0.0) == metric.lower_is_better
     verdict = "better" if improved else "worse"
@@ -191,23 +202,27 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
     }
 
 
-def _difference(sample: Sample, other: Sample, name: str) -> tuple[Estimate, float]:
-    """The difference of a metric and its p-value."""
+def _difference(
+    sample: Sample, other: Sample, name: str, change: Draws | None
+) -> tuple[Estimate, float]:
+    """The difference of a metric and its p-value.
+
+    ``change`` is the difference in every resample; None for a share of single training runs, whose
+    interval needs no resamples.
+    """
     metric = METRICS[name]
-    several_runs = max(len(sample.runs), len(other.runs)) > 1
     difference = NO_ESTIMATE
     p_value = np.nan
-    if several_runs or not metric.share:
-        draws = sample.draws(name) - other.draws(name)
-        difference = sample.bootstrap.estimate(draws)
-        p_value = max(_swap_p_value(sample, other, name), seeds_p_value(draws))
+    if change is not None:
+        difference = sample.bootstrap.estimate(change)
+        p_value = max(_swap_p_value(sample, other, name), seeds_p_value(change))
     if not metric.share:
         return difference, p_value
     score, other_score = _scores(sample, other, name)
     of_shares, share_p = share_difference(score, other_score, sample.documents)
     if set(np.unique([score, other_score])) <= {0.0, 1.0}:
         share_p = max(share_p, mcnemar(score, other_score))
-    if several_runs:  # the interval of shares does not cover variation between training runs
+    if change is not None:  # the interval of shares does not cover variation between training runs
         return difference.union(of_shares), float(np.fmax(p_value, share_p))
     return of_shares, share_p
 
@@ -222,11 +237,6 @@ def _swap_p_value(sample: Sample, other: Sample, name: str) -> float:
         sample.documents,
         num_swaps=sample.num_resamples,
     )
-
-
-def _ratio(sample: Sample, other: Sample, name: str) -> Estimate:
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return sample.bootstrap.estimate(sample.draws(name) / other.draws(name))
 
 
 def _warning(sample: Sample, other: Sample, name: str) -> str:

@@ -19,7 +19,7 @@ _COSTS = {  # heading and decimals, by column of ``Results.costs``
     "ttft_ratio": ("first token / dense", 2),
     "speed_ratio": ("tokens/s / dense", 2),
 }
-_FEWEST_DOCUMENTS = 10
+_FEWEST_DOCUMENTS = 6  # the p-value of five is .0625 at the smallest
 
 
 def result_tables(results: Results) -> list[Table]:
@@ -214,9 +214,12 @@ def _table(
 
 
 def _small_sample_notes(rows: pd.DataFrame) -> list[str]:
-    """A note on intervals over few documents."""
+    """A note if there are too few documents for a verdict."""
     number = rows[rows["stratum"] == ""]["num_documents"].min()
     notes = []
     if 1 < number < _FEWEST_DOCUMENTS:
-        notes.append(f"Only {number} documents: the intervals are too narrow if these are skewed.")
+        notes.append(
+            f"Only {number} documents: too few for a verdict (better or worse), which needs "
+            f"{_FEWEST_DOCUMENTS}."
+        )
     return notes

@@ -1,0 +1,260 @@
+"""The tables of docs/results.md and docs/results/, from the results of every window.
+
+    python runs/smollm2/tables.py summary controls books/router-128@1 ...   # prints tables
+    python runs/smollm2/tables.py --write                  # puts all of them into the pages
+    python runs/smollm2/tables.py --check                  # exit code 1 if a page is different
+
+A table's name is ``summary``, ``controls``, ``price-shares`` or [DATE/]TEXT/MODEL[@SEED][:CONTROL],
+with TEXT one of books, tech and code, MODEL as in ``records.py``, and DATE that of the code that
+evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its control
+both have. Pages mark the place of a table by its name.
+"""
+
+import argparse
+import re
+import sys
+from functools import lru_cache
+from pathlib import Path
+
+import pandas as pd
+from records import (
+    DEFAULT,
+    FIRST_DATE,
+    METHODS,
+    PAPER,
+    Comparison,
+    compared,
+    price_share,
+    read,
+    tokens_of,
+)
+
+from kvcat.evals import ClusterBootstrap, Estimate
+from kvcat.report.figures import Figure, difference_figure, keep_label, ratio_figure
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
+BLOCK = re.compile(
+    r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
+)
+NAME = re.compile(
+    r"((?P<date>\d{4}-\d\d-\d\d)/)?(?P<text>books|tech|code)/(?P<model>[^@:]+)"
+    r"(@(?P<seed>[^:]+))?(:(?P<control>.+))?"
+)
+SUMMARY = {  # what was trained, by the name of its comparison
+    "books/router-128@0": "Router (the paper's KV-CAT), run 0",
+    "books/router-128@1": "Router, run 1",
+    "books/router-256@0": "Router",
+    "books/rand-48@0": "Rand, run 0",
+    "books/rand-48@1": "Rand, run 1",
+    "books/rand-w0.3-48@0": "Rand, weight .3",
+    "books/rand-w0.1-48@0": "Rand, weight .1",
+    "books/attn-48@0": "Attn",
+    "books/attn-reader-128@0": "`attn-reader` (ours)",
+    "books/attn-reader-w0.3-64": "`attn-reader`, weight .3, three runs",
+    "books/attn-reader-w0.3-256@0": "`attn-reader`, weight .3",
+}
+COLUMNS = {  # of the summary: metric, method, keep ratio
+    "KL, paper's, ridge start": ("kl", PAPER, 0.05),
+    "KL, default": ("kl", DEFAULT, 0.05),
+    "KL, H2O": ("kl", "h2o", 0.05),
+    "KL / gain, default": ("kl_per_gain", DEFAULT, 0.05),
+    "NLL, default": ("nll", DEFAULT, 0.05),
+}
+PARTS = {"kl": "KL", "kl_per_gain": "KL per nat of context gain", "nll": "NLL on the cache"}
+CONTROLS = {"control-48": "0", "control-64": "0", "control-128": "0", "control-256": "0"}
+PRICES = [("rand-w0.3-48", "rand-48"), ("rand-w0.1-48", "rand-48")]
+PRICES += [("attn-reader-w0.3-64", "attn-reader-64")]
+
+
+@lru_cache
+def all_rows() -> pd.DataFrame:
+    """The results of every window."""
+    return read()
+
+
+@lru_cache
+def comparison_of(name: str) -> Comparison:
+    """The comparison called [DATE/]TEXT/MODEL[@SEED][:CONTROL]."""
+    match = NAME.fullmatch(name)
+    if match is None:
+        raise SystemExit(f"no table {name!r}; see --help")
+    return compared(
+        all_rows(),
+        match["model"],
+        control=match["control"] or "",
+        text=match["text"],
+        seeds=[match["seed"]] if match["seed"] else [],
+        evaluated=match["date"] or FIRST_DATE,
+    )
+
+
+def table(name: str) -> str:
+    """A table as Markdown, with the command that prints it."""
+    special = {"summary": summary, "controls": controls, "price-shares": price_shares}
+    body = special[name]() if name in special else comparison_table(comparison_of(name))
+    return f"{body}\n\n(`python runs/smollm2/tables.py {name}`)\n"
+
+
+def comparison_table(comparison: Comparison) -> str:
+    """The change of the dense model, then a row for each metric and method."""
+    sizes = comparison.cells[["num_examples", "num_documents"]].max()
+    runs = "one run" if len(comparison.seeds) == 1 else f"{len(comparison.seeds)} runs"
+    changes = []
+    for metric, title in (("nll_dense", "Dense NLL"), ("context_gain", "context gain")):
+        row = comparison.dense.loc[metric]
+        changes.append(f"{title} {shown(difference_figure(row))} p {p_text(row['p'])}")
+    lines = [
+        f"`{comparison.model}` against `{comparison.control}`: {runs}, {sizes['num_examples']} "
+        f"windows of {sizes['num_documents']} documents. {'; '.join(changes)}.",
+        "",
+    ]
+    keeps = sorted(comparison.cells["keep_ratio"].unique())
+    lines += header(["", *(keep_label(keep) for keep in keeps)])
+    for metric, title in PARTS.items():
+        for method in METHODS:
+            label = comparison.method_label(method)
+            rows = [comparison.row(metric, method, keep) for keep in keeps]
+            if any(row is not None for row in rows):
+                lines.append(line([f"{title}, {label}", *(cell(row) for row in rows)]))
+    return "\n".join(lines)
+
+
+def thousands(model: str) -> str:
+    """The tokens that a model was trained on after the adaptation, rounded to thousands."""
+    return f"{round(tokens_of(model), -3):,}"
+
+
+def header(titles: list[str]) -> list[str]:
+    """The first two lines of a table."""
+    return [line(titles), "|---" * len(titles) + "|"]
+
+
+def line(cells: list[str]) -> str:
+    """A line of a table."""
+    return f"| {' | '.join(cells)} |".replace("|  |", "| |")
+
+
+def cell(row: pd.Series | None, *, with_p: bool = True) -> str:
+    """A figure of the comparisons: a ratio for KL, else a difference."""
+    if row is None:
+        return "-"
+    text = shown(difference_figure(row) if row["metric"] == "nll" else ratio_figure(row))
+    return f"{text} p {p_text(row['p'])}" if with_p else text
+
+
+def shown(figure: Figure) -> str:
+    """A figure with its interval."""
+    return f"{marked(figure)} {interval(figure)}"
+
+
+def marked(figure: Figure) -> str:
+    """Bold: better or worse than the control after Holm's correction; a dagger: before it only."""
+    text = short(figure.text)
+    if not figure.decided:
+        return text
+    return f"{text}†" if figure.exploratory else f"**{text}**"
+
+
+def interval(figure: Figure | Estimate) -> str:
+    """An interval, without zeros before the points."""
+    if isinstance(figure, Figure):
+        return short(figure.interval)
+    return short(f"[{figure.low:.3f}, {figure.high:.3f}]")
+
+
+def short(text: str) -> str:
+    """The text with numbers below 1 that begin with their point."""
+    return re.sub(r"(?<!\d)0\.", ".", text)
+
+
+def p_text(p_value: float) -> str:
+    """A p-value in three decimals."""
+    return "< .001" if p_value < 0.0005 else short(f"{p_value:.3f}")
+
+
+def summary() -> str:
+    """A row for every form: its price, and figures at 5 % of the slots."""
+    lines = header(["", "tokens", "dense NLL", *COLUMNS])
+    for name, title in SUMMARY.items():
+        comparison = comparison_of(name)
+        price = shown(difference_figure(comparison.dense.loc["nll_dense"]))
+        rows = [comparison.row(*place) for place in COLUMNS.values()]
+        cells = [cell(row, with_p=False) for row in rows]
+        lines.append(line([title, thousands(comparison.model), price, *cells]))
+    return "\n".join(lines)
+
+
+def controls() -> str:
+    """Plain training alone: values of the control after more and more tokens, on books."""
+    rows = all_rows()
+    rows = rows[(rows["text"] == "books") & (rows["evaluated"] == FIRST_DATE)]
+    keeps = (0.05, 0.1, 0.2)
+    titles = ["tokens after the adaptation", "dense NLL", "context gain"]
+    labels = [comparison_of("books/router-256@0").method_label(method) for method in METHODS]
+    lines = header([*titles, *(f"KL, {label}, 5 / 10 / 20 %" for label in labels)])
+    for model, seed in CONTROLS.items():
+        run = rows[(rows["model"] == model) & (rows["seed"] == seed)]
+        dense = run.drop_duplicates(["document", "window"])
+        means = [mean(dense, name, 3) for name in ("nll_dense", "context_gain")]
+        cells = []
+        for method in METHODS:
+            at = [run[(run["method"] == method) & (run["keep_ratio"] == keep)] for keep in keeps]
+            cells.append(" ".join(short(f"{part['kl'].mean():.4f}") for part in at))
+        lines.append(line([thousands(model), *means, *cells]))
+    return "\n".join(lines)
+
+
+def mean(rows: pd.DataFrame, column: str, decimals: int) -> str:
+    """The mean over windows with its interval over documents."""
+    estimate = ClusterBootstrap(rows["document"].tolist()).mean(rows[column].to_numpy())
+    text = short(f"{estimate.value:.{decimals}f}")
+    return f"{text} {interval(estimate)}"
+
+
+def price_shares() -> str:
+    """The price of light weights over that of weight 1."""
+    lines = header(["", "dense NLL over the control's, divided by that of weight 1"])
+    for model, other in PRICES:
+        share = price_share(all_rows(), model, other)
+        text = short(f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]")
+        lines.append(line([f"`{model}`", text]))
+    return "\n".join(lines)
+
+
+def page_with_tables(text: str) -> str:
+    """A page's text with every table as it is printed now."""
+
+    def block(match: re.Match[str]) -> str:
+        name = match["name"]
+        return f"<!-- table {name} -->\n\n{table(name)}\n<!-- end of the table -->\n"
+
+    return BLOCK.sub(block, text)
+
+
+def main() -> None:
+    """Print tables, write them into the pages, or check these."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="TABLE")
+    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
+    parser.add_argument("--check", action="store_true", help="compare the pages with the records")
+    options = parser.parse_args()
+    print("\n".join(table(name) for name in options.names), end="")
+    if not (options.write or options.check):
+        return
+    different = []
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        written = page_with_tables(text)
+        if written != text:
+            different.append(str(page.relative_to(ROOT)))
+            if options.write:
+                page.write_text(written, encoding="utf-8")
+    print("\n".join(different))
+    sys.exit(bool(different) and not options.write)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,210 @@
+"""The pages of results are what the records give (runs/smollm2)."""
+
+import gzip
+import itertools
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from kvcat.evals import Record
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "runs" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def scripts():
+    """The scripts' modules by name, and nothing of them afterwards."""
+    sys.path.insert(0, str(FOLDER))
+    import add_records
+    import plots
+    import records
+    import tables
+
+    yield {"add_records": add_records, "plots": plots, "records": records, "tables": tables}
+    sys.path.remove(str(FOLDER))
+    for name in ("add_records", "plots", "records", "tables"):
+        del sys.modules[name]
+
+
+def blocks(page):
+    """The tables of a page by name."""
+    text = (ROOT / "docs" / page).read_text(encoding="utf-8")
+    found = re.findall(r"<!-- table (\S+) -->\n\n(.*?)\n<!-- end of the table -->", text, re.DOTALL)
+    return dict(found)
+
+
+@pytest.mark.parametrize(
+    ("page", "name"),
+    [
+        pytest.param("results.md", "summary", marks=pytest.mark.slow),
+        ("results/plain-training.md", "controls"),
+        ("results/paper-forms.md", "price-shares"),
+        ("results/paper-forms.md", "books/router-256"),
+        ("results/eviction-masks.md", "books/attn-reader-w0.3-64"),
+    ],
+)
+def test_a_page_shows_what_the_command_prints(scripts, page, name):
+    assert blocks(page)[name] == scripts["tables"].table(name)
+
+
+PAGE_OF = {
+    "books/router": "paper-forms",
+    "books/rand": "paper-forms",
+    "books/attn-4": "paper-forms",
+}
+
+
+def test_the_figures_of_the_summary_are_those_of_the_other_pages(scripts):
+    tables = scripts["tables"]
+    lines = blocks("results.md")["summary"].splitlines()[2:-2]
+    for line, (name, title) in zip(lines, tables.SUMMARY.items(), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert cells[0] == title
+        page = next((page for start, page in PAGE_OF.items() if name.startswith(start)), None)
+        of_page = blocks(f"results/{page or 'eviction-masks'}.md")
+        table = of_page.get(name) or of_page[name.removesuffix("@0")]
+        assert f"Dense NLL {cells[2]} p " in table
+        for cell, (metric, method, _) in zip(cells[3:], tables.COLUMNS.values(), strict=True):
+            label = tables.METHODS[method] + (", ridge start" if method == tables.PAPER else "")
+            if cell != "-":
+                assert f"| {tables.PARTS[metric]}, {label} | {cell} p " in table
+
+
+@pytest.mark.slow
+def test_every_table_of_every_page_is_what_the_command_prints(scripts):
+    tables = scripts["tables"]
+    names = set()
+    for page in tables.PAGES:
+        text = page.read_text(encoding="utf-8")
+        assert tables.page_with_tables(text) == text, page.name
+        names |= set(blocks(page.relative_to(ROOT / "docs")))
+    assert names >= {"summary", "controls", "code/attn-reader-w0.3-64"}
+
+
+def test_a_ratio_and_a_difference_on_the_page_are_those_of_plain_means_of_the_file():
+    with gzip.open(FOLDER / "records.csv.gz", "rt") as file:
+        rows = pd.read_csv(file)
+    rows = rows[(rows["text"] == "books") & (rows["seed"] == 0) & (rows["keep_ratio"] == 0.05)]
+    means = rows.groupby(["model", "method"])[["kl", "nll", "nll_dense", "context_gain"]].mean()
+    ours = means.loc["router-256", "h2o"]
+    theirs = means.loc["control-256", "h2o"]
+    table = blocks("results/paper-forms.md")["books/router-256"]
+    cells = [line.split("|") for line in table.splitlines()[3:-2]]
+    first_cell = {title.strip(): cell for _, title, cell, *_ in cells}
+    ratio = ours["kl"] / theirs["kl"]
+    assert f"{ratio:.3f}".lstrip("0") in first_cell["KL, H2O"]
+    per_gain = ratio * theirs["context_gain"] / ours["context_gain"]
+    assert f"{per_gain:.3f}".lstrip("0") in first_cell["KL per nat of context gain, H2O"]
+    difference = ours["nll"] - theirs["nll"]
+    assert f"{difference:+.4f}".replace("+0", "+") in first_cell["NLL on the cache, H2O"]
+    dense = ours["nll_dense"] - theirs["nll_dense"]
+    assert f"Dense NLL **{dense:+.4f}**".replace("+0", "+") in table
+
+
+def test_a_p_value_on_the_page_is_the_share_of_exchanges_with_as_large_a_difference():
+    with gzip.open(FOLDER / "records.csv.gz", "rt") as file:
+        rows = pd.read_csv(file)
+    rows = rows[(rows["text"] == "books") & (rows["seed"] == 0) & (rows["method"] == "snapkv")]
+    rows = rows[rows["keep_ratio"] == 0.1]
+    by_document = rows.pivot_table(index="document", columns="model", values="nll", aggfunc="sum")
+    differences = (by_document["router-256"] - by_document["control-256"]).to_numpy()
+    signs = np.array(list(itertools.product([1, -1], repeat=len(differences))))
+    sums = np.abs(signs @ differences)
+    p_value = (sums >= sums[0] - 1e-9).mean()
+    table = blocks("results/paper-forms.md")["books/router-256"]
+    (line,) = (line for line in table.splitlines() if "NLL on the cache, SnapKV" in line)
+    assert line.split("|")[3].split(" p ")[1].strip() == f"{p_value:.3f}".lstrip("0")
+
+
+def made_up_rows():
+    windows = [
+        (model, seed, f"d{number}", 10.0 * price + number, kl * number)
+        for model, seeds, price, kl in (
+            ("control-8", "01", 0.0, 2.0),
+            ("rand-8", "0", 0.2, 1.0),
+            ("rand-w0.5-8", "02", 0.1, 1.5),
+        )
+        for seed in seeds
+        for number in range(1, 7)
+    ]
+    rows = pd.DataFrame(windows, columns=["model", "seed", "document", "nll_dense", "kl"])
+    return rows.assign(
+        text="books",
+        evaluated="2026-11-25",
+        method="h2o",
+        keep_ratio=0.1,
+        window="0",
+        nll=rows["nll_dense"] + 1,
+        context_gain=1.0,
+    )
+
+
+def test_runs_are_compared_on_the_seeds_that_both_have_and_against_the_control_of_their_steps(
+    scripts,
+):
+    records = scripts["records"]
+    comparison = records.compared(made_up_rows(), "rand-w0.5-8")
+    assert (comparison.control, comparison.seeds) == ("control-8", ("0",))
+    row = comparison.row("kl", "h2o", 0.1)
+    assert [row["ratio"], row["ratio_low"], row["ratio_high"]] == pytest.approx([0.75] * 3)
+    dense = comparison.dense.loc["nll_dense"]
+    assert [dense["difference"], dense["low"], dense["high"]] == pytest.approx([1.0] * 3)
+    assert records.price_share(made_up_rows(), "rand-w0.5-8", "rand-8").value == pytest.approx(0.5)
+    assert "| KL, H2O | **.750** [.750, .750] p .031 |" in scripts["tables"].comparison_table(
+        comparison
+    )
+
+
+def test_a_cell_that_one_of_two_runs_lacks_is_left_out(scripts):
+    rows = made_up_rows()
+    second = rows[rows["model"] == "rand-8"].assign(seed="1")
+    both = pd.concat([rows, second])
+    rows = pd.concat([both, both[both["seed"] == "0"].assign(keep_ratio=0.2)])
+    comparison = scripts["records"].compared(rows, "rand-8")
+    assert comparison.seeds == ("0", "1")
+    assert set(comparison.cells["keep_ratio"]) == {0.1}
+
+
+def test_unknown_tables_and_models_are_rejected_in_one_line(scripts):
+    for name in ("nothing", "music/router-256", "books/nothing-8", "2026-01-01/books/router-256"):
+        with pytest.raises(SystemExit, match=r"no (table|records)"):
+            scripts["tables"].table(name)
+
+
+def test_windows_of_a_results_folder_become_rows_once(scripts, tmp_path):
+    add = scripts["add_records"]
+    values = {"kl": 0.123456, "nll": 3.0, "nll_dense": 2.5, "context_gain": 0.4}
+    place = ("f", "float32", "h2o", "{}", 0.05, None, None, "books", "", "doc", "7", values)
+    records = [Record("router-w1@1", *place), Record("base", *place)]
+    new = add.rows_of(records, {"router-w1@1": "router-64"}, "books", "2026-11-27")
+    (row,) = new.to_dict("records")
+    assert (row["model"], row["seed"], row["kl"], row["window"]) == ("router-64", "1", 0.12346, "7")
+    with pytest.raises(ValueError, match="no records of control"):
+        add.rows_of(records, {"control": "control-64"}, "books", "2026-11-27")
+    file = tmp_path / "records.csv.gz"
+    old = scripts["records"].read()
+    add.write(add.joined(old, new), file)
+    again = scripts["records"].read(file)
+    pd.testing.assert_frame_equal(again.iloc[:-1], old)
+    assert again.iloc[-1]["kl"] == 0.12346
+    with pytest.raises(ValueError, match="1 rows are there already"):
+        add.joined(again, new)
+
+
+def test_writing_the_file_again_changes_no_byte(scripts, tmp_path):
+    scripts["add_records"].write(scripts["records"].read(), tmp_path / "again.csv.gz")
+    with gzip.open(tmp_path / "again.csv.gz") as again, gzip.open(FOLDER / "records.csv.gz") as now:
+        assert again.read() == now.read()
+
+
+def test_every_line_of_the_price_curve_has_records_and_a_control(scripts):
+    known = set(scripts["records"].read()["model"])
+    tables = scripts["tables"]
+    for name in itertools.chain(tables.SUMMARY, *scripts["plots"].LINES.values()):
+        model = tables.NAME.fullmatch(name)["model"]
+        assert {model, scripts["records"].control_of(model)} <= known
