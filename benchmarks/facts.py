@@ -1,8 +1,8 @@
-"""Facts told in a conversation and asked many turns later: python benchmarks/facts.py --out FILE.
+"""Facts stated in a conversation and asked many turns later: python benchmarks/facts.py --out FILE.
 
 In every turn the user writes neutral sentences and one fact, such as "The phone number of Anna is
-48213.", and the assistant says "Noted.". After 5, 10, 20 and 30 turns (--turns) all facts told so
-far are asked, each alone: the question is a turn, and the answer is begun, "The phone number of
+48213.", and the assistant says "Noted.". After 5, 10, 20 and 30 turns (--turns) all facts stated
+so far are asked, each alone: the question is a turn, and the answer is begun, "The phone number of
 Anna is". A greedy answer is right if it contains the whole number. The questions and their answers
 do not become part of the conversation.
 
@@ -71,7 +71,7 @@ class Talk:
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
-        """Name and number told in each turn."""
+        """Name and number stated in each turn."""
         draw = draws(self.seed, "facts", self.index)
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: self.num_turns]]
 
@@ -106,7 +106,9 @@ class Talk:
         return questions
 
 
-def told(talk: Talk, model: PreTrainedModel, stops: Sequence[int], settings: dict[str, Any]) -> Any:
+def sessions_of(
+    talk: Talk, model: PreTrainedModel, stops: Sequence[int], settings: dict[str, Any]
+) -> Any:
     """The session after each number of turns in ``stops``."""
     session = kvcat.Session(model, talk.tokenizer, **settings)
     for turn, text in enumerate(talk.texts, start=1):
@@ -140,7 +142,7 @@ def records_of(
         if not wanted:
             continue
         common = {"budget": options.budget, "tail": options.tail, **settings}
-        for turn, session in told(talk, model, wanted, common):
+        for turn, session in sessions_of(talk, model, wanted, common):
             questions = talk.questions(session.ids.tolist(), turn)
             caches = {condition: session.cache}
             if condition == "session":
@@ -163,7 +165,7 @@ def report(records: Sequence[dict[str, Any]]) -> None:
     """Markdown: percent of right answers by condition and number of turns, and by age of the fact
     after the most turns."""
     rows = [
-        {**record, "told": turn, "right": float(right(answer, code))}
+        {**record, "stated": turn, "right": float(right(answer, code))}
         for record in records
         for turn, (answer, (_, code)) in enumerate(
             zip(record["answers"], record["asked"], strict=True), start=1
@@ -181,9 +183,11 @@ def report(records: Sequence[dict[str, Any]]) -> None:
         cells = [share(group[group.turns == turn]) for turn in turns]
         print(f"| {name} | " + " | ".join(cells) + " |")
     most = frame[frame.turns == turns[-1]].copy()
-    most["age"] = pd.cut(most.turns - most.told, [-1, 4, 9, 19, 29]).cat.remove_unused_categories()
+    most["age"] = pd.cut(
+        most.turns - most.stated, [-1, 4, 9, 19, 29]
+    ).cat.remove_unused_categories()
     ages = list(most.age.cat.categories)
-    print(f"\nafter {turns[-1]} turns, told so many turns ago\n")
+    print(f"\nafter {turns[-1]} turns, stated so many turns before\n")
     print("| | " + " | ".join(f"{age.left + 1:.0f} to {age.right:.0f}" for age in ages) + " |")
     print("|---" * (len(ages) + 1) + "|")
     for name in order:

@@ -45,7 +45,8 @@ class Rows:
         return Rows(self.integers.index_select(dim, places), self.scales.index_select(dim, places))
 
     @staticmethod
-    def joined(parts: Sequence["Rows"], dim: int) -> "Rows":
+    def joined(several: Sequence["Rows"], dim: int) -> "Rows":
         """Vectors of several, one after the other along a dimension."""
-        integers = torch.cat([part.integers for part in parts], dim=dim)
-        return Rows(integers, torch.cat([part.scales for part in parts], dim=dim))
+        integers = torch.cat([rows.integers for rows in several], dim=dim)
+        scales = torch.cat([rows.scales for rows in several], dim=dim)
+        return Rows(integers, scales)
