@@ -1,8 +1,10 @@
 """A corpus on a real local Ray cluster: two workers, one of which is killed in the middle."""
 
 import os
+import shlex
 import signal
-import threading
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -13,6 +15,9 @@ ray = pytest.importorskip("ray", reason="kvcat[ray] is not installed")
 
 from kvcat.corpus import CorpusSettings, Store  # noqa: E402
 from kvcat.corpus.ray_engine import compress_on_ray  # noqa: E402
+from kvcat.evals.records import read_records  # noqa: E402
+from kvcat.ray_cluster import connect  # noqa: E402
+from tiny import refusal, write_texts  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
@@ -22,12 +27,12 @@ def cluster():
     """A cluster of two processors on this machine."""
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's name)
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
+    yield ray.get_runtime_context().gcs_address
     ray.shutdown()
 
 
-def worker_pids():
-    """The processes of this machine that run the actor."""
+def worker_pids(name):
+    """The processes of this machine that run an actor or a task of Ray."""
     pids = []
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
@@ -35,9 +40,28 @@ def worker_pids():
                 command = (folder / "cmdline").read_bytes()
             except OSError:
                 continue
-            if command.startswith(b"ray::") and b"RayCompressor" in command:
+            if command.startswith(b"ray::") and name in command:
                 pids.append(int(folder.name))
     return pids
+
+
+def start(address, *arguments):
+    """A command of kvcat as from a shell that names the cluster in RAY_ADDRESS."""
+    environment = {**os.environ, "RAY_ADDRESS": address}
+    command = [sys.executable, "-m", "kvcat", *map(str, arguments), "--ray", "auto"]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def kill_a_worker(name, is_in_the_middle, command):
+    """Kill one worker with SIGKILL when the command is in the middle of its work."""
+    while command.poll() is None:
+        pids = worker_pids(name)
+        if is_in_the_middle() and pids:
+            os.kill(pids[0], signal.SIGKILL)
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"the command ended before: {command.communicate()}")
 
 
 def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(
@@ -48,26 +72,33 @@ def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(
     source = write_rows(tmp_path / "corpus.jsonl", rows)
     compress(source, tmp_path / "local")
     store = tmp_path / "ray"
-    killed = []
-
-    def kill():
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            pids = worker_pids()
-            if len(list(store.rglob("*.safetensors"))) >= 5 and pids:
-                os.kill(pids[0], signal.SIGKILL)
-                killed.append(pids[0])
-                return
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    result = compress_on_ray(str(tiny_folder), source, store, CorpusSettings(), workers=2)
-    thread.join()
-    assert killed
-    assert (result.num_made, result.num_documents) == (60, 61)
-    assert [row.id for row in result.failures] == ["empty"]
+    arguments = ["compress", tiny_folder, "--corpus", source, "-o", store, "--workers", 2]
+    command = start(cluster, *arguments)
+    kill_a_worker(b"RayCompressor", lambda: len(list(store.rglob("*.safetensors"))) >= 5, command)
+    output, errors = command.communicate()
+    assert command.returncode == 0, errors
+    assert "60 caches made and 0 kept of 61 documents, 1 without a cache" in output
+    assert "no cache of 'empty'" in errors
     assert len(Store(store)) == 60
     assert contents(store) == contents(tmp_path / "local")
     again = compress_on_ray(str(tiny_folder), source, store, CorpusSettings(), workers=2)
     assert (again.num_made, again.num_kept) == (0, 60)
+
+
+def test_a_mistake_that_only_a_worker_sees_is_one_line(cluster, tiny_folder, corpus, tmp_path):
+    store = tmp_path / "store"
+    compress_on_ray(str(tiny_folder), corpus, store, CorpusSettings(), workers=1)
+    file = next(store.rglob("*.safetensors"))
+    file.unlink()
+    file.mkdir()
+    (file / "in the way").touch()
+    message = refusal(compress_on_ray, str(tiny_folder), corpus, store, CorpusSettings())
+    assert message.startswith(f"cannot write {file}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "host:port"])
+def test_an_address_without_a_cluster_is_rejected_at_once(address):
+    if ray.is_initialized():
+        ray.shutdown()
+    assert f"no Ray cluster at {address}" in refusal(connect, address)
