@@ -1,13 +1,5 @@
 """A corpus on a real local Ray cluster: two workers, one of which is killed in the middle."""
 
-import os
-import shlex
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
-
 import pytest
 from corpora import contents, text_of, write_rows
 
@@ -15,53 +7,11 @@ ray = pytest.importorskip("ray", reason="kvcat[ray] is not installed")
 
 from kvcat.corpus import CorpusSettings, Store  # noqa: E402
 from kvcat.corpus.ray_engine import compress_on_ray  # noqa: E402
-from kvcat.evals.records import read_records  # noqa: E402
 from kvcat.ray_cluster import connect  # noqa: E402
-from tiny import refusal, write_texts  # noqa: E402
+from ray_commands import cluster, kill_a_worker, start  # noqa: E402, F401 (a fixture)
+from tiny import refusal  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """A cluster of two processors on this machine."""
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's name)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
-
-
-def worker_pids(name):
-    """The processes of this machine that run an actor or a task of Ray."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if command.startswith(b"ray::") and name in command:
-                pids.append(int(folder.name))
-    return pids
-
-
-def start(address, *arguments):
-    """A command of kvcat as from a shell that names the cluster in RAY_ADDRESS."""
-    environment = {**os.environ, "RAY_ADDRESS": address}
-    command = [sys.executable, "-m", "kvcat", *map(str, arguments), "--ray", "auto"]
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
-
-
-def kill_a_worker(name, is_in_the_middle, command):
-    """Kill one worker with SIGKILL when the command is in the middle of its work."""
-    while command.poll() is None:
-        pids = worker_pids(name)
-        if is_in_the_middle() and pids:
-            os.kill(pids[0], signal.SIGKILL)
-            return
-        time.sleep(0.02)
-    raise AssertionError(f"the command ended before: {command.communicate()}")
 
 
 def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(

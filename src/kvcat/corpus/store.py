@@ -214,6 +214,7 @@ def check_store(address: str | Path, settings: Mapping[str, Any]) -> None:
         check_same(storage.address, recorded, settings)
     elif storage.occupant() not in (None, JOURNAL):
         _reject_other_files(storage)
+    storage.check_writable()
 
 
 def read_settings(storage: Storage) -> dict[str, Any] | None:
