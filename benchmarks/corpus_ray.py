@@ -74,7 +74,7 @@ def run(model, corpus, store, num_workers, cluster):
     """Seconds of the documents, seconds of the whole command, and processor seconds."""
     words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
     if num_workers:
-        words += ["--ray", f"127.0.0.1:{PORT}", "--workers", str(num_workers)]
+        words += ["--ray", "auto", "--workers", str(num_workers)]
     before = tree_seconds(cluster.pid) + command_seconds()
     begun = time.monotonic()
     ended = subprocess.run(

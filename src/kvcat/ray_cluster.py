@@ -45,7 +45,8 @@ def connect(address: str) -> None:
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         reason = " ".join(str(error).split())[:150]
-        raise InputError(f"no Ray cluster at {address}: {reason}") from None
+        hint = "" if address == "auto" else "; a cluster with tokens needs RAY_AUTH_MODE=token"
+        raise InputError(f"no Ray cluster at {address}: {reason}{hint}") from None
 
 
 def _check_listener(address: str) -> None:

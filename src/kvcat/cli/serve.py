@@ -35,7 +35,8 @@ def serve(
 ) -> None:
     """Serve the documents of a store with OpenAI's API, on plain transformers.
 
-    A request names its document in the field `kvcat`. Answers are made one after another.
+    A request names its document, or several, in the field `kvcat`. Questions that wait for the same
+    documents are answered in one batch, the others one after another.
 
     Example: kvcat serve ./my-model --store store
 

@@ -159,6 +159,7 @@ def metrics_text(engine: Engine) -> str:
     memory = engine.memory
     counters = {
         "answers": engine.num_answers,
+        "batches": engine.num_batches,
         "errors": engine.num_errors,
         "prompt_tokens": engine.num_prompt_tokens,
         "answer_tokens": engine.num_answer_tokens,
