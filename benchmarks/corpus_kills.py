@@ -16,10 +16,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from corpus import texts_of
 from pyarrow import parquet
 
 import kvcat
+from corpus import texts_of
 
 
 def start(model, corpus, store):

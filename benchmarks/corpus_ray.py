@@ -18,22 +18,45 @@ import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections import defaultdict
 from pathlib import Path
 
-from corpus import texts_of
-
 import kvcat
+from corpus import texts_of
 
 PORT = 6391
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
 
 
+class Processors:
+    """Processor seconds of a cluster's processes, also of those that end: a thread samples them.
+
+    Args:
+        root: the process that started the others.
+    """
+
+    def __init__(self, root):
+        self._root = root
+        self._seconds = {}
+        threading.Thread(target=self._sample, daemon=True).start()
+
+    @property
+    def seconds(self):
+        """Processor seconds so far."""
+        return sum(list(self._seconds.values()))
+
+    def _sample(self):
+        while True:
+            self._seconds.update(tree_seconds(self._root))
+            time.sleep(0.3)
+
+
 def tree_seconds(root):
-    """Processor seconds of a process and of all that it started."""
+    """Processor seconds of a process, and of all that it started and that live, by number."""
     children = defaultdict(list)
-    ticks = {}
+    seconds = {}
     for folder in Path("/proc").iterdir():
         if folder.name.isdigit():
             try:
@@ -41,14 +64,15 @@ def tree_seconds(root):
             except OSError:
                 continue
             children[int(fields[1])].append(int(folder.name))
-            ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+            user, system = fields[11:13]
+            seconds[int(folder.name)] = (int(user) + int(system)) / CLOCK_TICKS
     waiting = [root]
-    total = 0
+    tree = {}
     while waiting:
         process = waiting.pop()
-        total += ticks.get(process, 0)
+        tree[process] = seconds.get(process, 0.0)
         waiting += children[process]
-    return total / CLOCK_TICKS
+    return tree
 
 
 def command_seconds():
@@ -70,23 +94,21 @@ def start_cluster():
     return cluster
 
 
-def run(model, corpus, store, num_workers, cluster):
-    """Seconds of the documents, seconds of the whole command, and processor seconds."""
+def run(model, corpus, store, num_workers, processors):
+    """Seconds of the documents after the start, and processor seconds of the whole command."""
     words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
     if num_workers:
         words += ["--ray", "auto", "--workers", str(num_workers)]
-    before = tree_seconds(cluster.pid) + command_seconds()
-    begun = time.monotonic()
+    before = processors.seconds + command_seconds()
     ended = subprocess.run(
         [sys.executable, "-m", "kvcat", *words], capture_output=True, text=True, check=False
     )
-    seconds = time.monotonic() - begun
     if ended.returncode != 0:
         raise SystemExit(ended.stderr)
-    processor_seconds = tree_seconds(cluster.pid) + command_seconds() - before
+    processor_seconds = processors.seconds + command_seconds() - before
     rate = float(re.search(r"([\d.e+]+) documents a minute", ended.stdout)[1])
     num_documents = int(re.search(r": (\d+) caches made", ended.stdout)[1])
-    return 60 * num_documents / rate, seconds, processor_seconds
+    return 60 * num_documents / rate, processor_seconds
 
 
 def write_corpus(path, texts):
@@ -107,6 +129,7 @@ def main():
     texts = texts_of(tokenizer, options.data, options.documents, options.tokens)
     num_short = options.documents // 3
     cluster = start_cluster()
+    processors = Processors(cluster.pid)
     plain_cost = None
     print(f"{options.documents} documents of about {options.tokens} tokens on {options.model}")
     print("engine          documents an hour  processor s a document  processor s to start")
@@ -117,8 +140,10 @@ def main():
             every = write_corpus(folder / "every.jsonl", texts)
             for num_workers in (0, 1, 2):
                 store = folder / str(num_workers)
-                _, _, short = run(options.model, some, f"{store}-some", num_workers, cluster)
-                seconds, _, long = run(options.model, every, f"{store}-all", num_workers, cluster)
+                _, _, short = run(options.model, some, f"{store}-some", num_workers, processors)
+                seconds, _, long = run(
+                    options.model, every, f"{store}-all", num_workers, processors
+                )
                 cost = (long - short) / (options.documents - num_short)
                 plain_cost = plain_cost or cost
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"

@@ -1,4 +1,4 @@
-"""A local Ray cluster, commands of kvcat on it, and the death of a worker (for tests)."""
+"""Commands of kvcat on a Ray cluster, and the death of a worker (for tests)."""
 
 import os
 import signal
@@ -6,19 +6,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-
-import pytest
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """The address of a cluster of two processors on this machine."""
-    import ray
-
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's name)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield ray.get_runtime_context().gcs_address
-    ray.shutdown()
 
 
 def worker_pids(name):

@@ -8,7 +8,7 @@ ray = pytest.importorskip("ray", reason="kvcat[ray] is not installed")
 from kvcat.corpus import CorpusSettings, Store  # noqa: E402
 from kvcat.corpus.ray_engine import compress_on_ray  # noqa: E402
 from kvcat.ray_cluster import connect  # noqa: E402
-from ray_commands import cluster, kill_a_worker, start  # noqa: E402, F401 (a fixture)
+from ray_commands import kill_a_worker, start  # noqa: E402
 from tiny import refusal  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]

@@ -19,7 +19,6 @@ from moto.server import ThreadedMotoServer
 from kvcat.corpus import CorpusSettings, Store, check_store
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.storage import open_storage
-from kvcat.errors import InputError
 from tiny import refusal
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -169,26 +168,36 @@ def test_a_server_that_is_gone_ends_with_one_line_and_the_run_continues_later(
     assert compress(many, bucket).num_made == 1
 
 
-def test_a_download_that_breaks_is_repeated_or_ends_with_one_line(bucket, many, compress, relay):
+def test_a_download_that_breaks_once_is_repeated(bucket, many, compress, broken_replies):
     compress(many, bucket)
-    expected = bytes_of(bucket, ["doc/3"])["doc/3"]
+    broken_replies(1)
+    assert Store(bucket)["doc/3"].metadata["id"] == "doc/3"
+
+
+def test_a_download_that_breaks_again_and_again_ends_with_one_line(
+    bucket, many, compress, broken_replies
+):
+    compress(many, bucket)
     store = Store(bucket)
-    for num_broken in (1, 20):
-        relay.num_broken = 0
-        relay.num_replies_to_break = num_broken
-        try:
-            cache = store["doc/3"]
-        except InputError as error:
-            assert num_broken == 20
-            assert str(error).startswith("cannot read caches/")
-            assert "\n" not in str(error)
-        else:
-            assert cache.metadata["id"] == "doc/3"
-            assert num_broken == 1
-        finally:
-            relay.num_replies_to_break = 0
-        assert relay.num_broken
-    assert bytes_of(bucket, ["doc/3"])["doc/3"] == expected
+    broken_replies(20)
+    message = refusal(store.__getitem__, "doc/3")
+    broken_replies(0)
+    assert message.startswith("cannot read caches/")
+    assert "\n" not in message
+    assert store["doc/3"].metadata["id"] == "doc/3"
+
+
+@pytest.fixture
+def broken_replies(relay):
+    """Break the next replies that hold a file."""
+
+    def break_some(count):
+        relay.num_replies_to_break = count
+
+    relay.num_broken = 0
+    yield break_some
+    assert relay.num_broken
+    relay.num_replies_to_break = 0
 
 
 def test_a_missing_bucket_and_wrong_credentials_are_rejected_before_the_model_is_loaded(

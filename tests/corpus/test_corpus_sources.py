@@ -71,7 +71,7 @@ def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path)
     columns = {"text_column": "body", "id_column": "name"}
     message = refusal(documents, tmp_path / "x.parquet", **columns)
     assert "no column 'name'; its columns: body" in message
-    rows = [{"name": "a", "body": "x"}, {"nmae": "b", "body": "x"}]
+    rows = [{"name": "a", "body": "x"}, {"title": "b", "body": "x"}]
     file = write_rows(tmp_path / "typing-error.jsonl", rows)
     problems = {one.id: one.problem for one in documents(file, **columns)}
     assert problems["a"] is None

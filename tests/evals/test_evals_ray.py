@@ -4,11 +4,9 @@ import shlex
 
 import pytest
 
-pytest.importorskip("ray", reason="kvcat[ray] is not installed")
-
 from kvcat.cli.app import run
 from kvcat.evals.records import read_records
-from ray_commands import cluster, kill_a_worker, start  # noqa: F401 (a fixture)
+from ray_commands import kill_a_worker, start
 from tiny import write_texts
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -25,9 +23,7 @@ def contents(folder):
 
 
 def test_windows_on_two_workers_one_of_which_dies_have_the_records_of_one_process(
-    cluster,  # noqa: F811
-    tiny_folder,
-    tmp_path,
+    cluster, tiny_folder, tmp_path
 ):
     data = write_texts(tmp_path / "texts", documents=8, length=12)
     arguments = ["eval", "suffix", str(tiny_folder), "--data", str(data), *shlex.split(OPTIONS)]

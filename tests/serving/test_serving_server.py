@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
@@ -184,6 +183,8 @@ def test_a_stop_text_a_seed_and_top_p_have_an_effect(served):
         ({"messages": None}, 400, "messages is missing"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "first one the user's"),
         ({"temperature": 9999}, 400, "temperature is 9999"),
+        ({"temperature": 10**400}, 400, "too large"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode text"),
         ({"top_p": 0}, 400, "top_p is 0"),
         ({"max_tokens": 33}, 400, "this server allows 32"),
         ({"max_tokens": 0}, 400, "must be at least 1"),

@@ -115,7 +115,7 @@ def _sampling(fields: Mapping[str, Any], most_tokens: int) -> Sampling:
             stop=tuple(stops),
             seed=random.SystemRandom().randrange(2**63) if seed is None else seed,
         )
-    except InputError as error:
+    except (InputError, OverflowError) as error:  # a whole number too large for a float
         raise RequestError(400, str(error)) from None
 
 
