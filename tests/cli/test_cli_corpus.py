@@ -158,6 +158,24 @@ def test_wrong_options_of_compress_are_rejected_before_work(
     assert not (tmp_path / "store").exists()
 
 
+def test_ray_that_is_not_installed_is_one_line_before_the_model_is_loaded(
+    tiny_folder, corpus, tmp_path, mistake, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "kvcat.ray_cluster", raising=False)
+    monkeypatch.setattr("kvcat.models.load", None)
+    out = tmp_path / "out"
+    for words in (
+        ["compress", tiny_folder, "--corpus", corpus, "-o", out],
+        ["eval", "suffix", tiny_folder, "--data", corpus, "--out", out],
+    ):
+        assert "--ray needs Ray: pip install 'kvcat[ray]'" in mistake(*words, "--ray", "auto")
+    assert "--workers needs --ray" in mistake(*words, "--workers", 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "use --ray or torchrun" in mistake(*words, "--ray", "auto")
+    assert not out.exists()
+
+
 def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
     tiny_folder, corpus, store, mistake, monkeypatch
 ):
