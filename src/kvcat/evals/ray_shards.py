@@ -10,7 +10,7 @@ from kvcat.ray_cluster import connect, device_resources, num_devices, ray, worke
 
 
 def run_shards(
-    run_shard: Callable[[Shard], None], *, address: str, workers: int | None, device: str
+    run_shard: Callable[[Shard], object], *, address: str, workers: int | None, device: str
 ) -> None:
     """Run every shard in a worker of a Ray cluster; a shard whose worker dies is run again.
 
@@ -40,7 +40,7 @@ def run_shards(
             print(f"shard {shards[finished[0]]} of {count} is done", file=sys.stderr, flush=True)
 
 
-def _run_in_folder(run_shard: Callable[[Shard], None], shard: Shard, folder: str) -> None:
+def _run_in_folder(run_shard: Callable[[Shard], object], shard: Shard, folder: str) -> None:
     """Run a shard where relative paths mean what they mean to the command."""
     try:
         os.chdir(folder)

@@ -20,7 +20,7 @@ from transformers.generation.streamers import BaseStreamer
 from kvcat.cache import CompactCache
 from kvcat.models import end_tokens, plain_generation, positions_of
 from kvcat.serving.answers import Answer, AnswerStream, Sampling, TakeText
-from kvcat.types import Bool, Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor
 
 BATCH_ROWS = 8
 """Most questions in a batch."""
@@ -191,6 +191,6 @@ class _Endings(StoppingCriteria):
         input_ids: Int[Tensor, "batch tokens"],
         scores: Any,  # noqa: ARG002
         **_: Any,
-    ) -> Bool[Tensor, " batch"]:
+    ) -> Any:
         """Per row, whether it ends."""
         return torch.tensor([row.is_done for row in self._rows], device=input_ids.device)

@@ -266,11 +266,15 @@ class Engine:
 
     def _serve(self, tickets: Sequence[Ticket]) -> None:
         """Answer questions on the same documents; whatever happens becomes an event of each."""
+        with self._errors_of(tickets):
+            self._answer(tickets, self.memory.find(tickets[0].question.documents))
+
+    def _answer(self, tickets: Sequence[Ticket], cache: CompactCache) -> None:
+        """Answer questions on the documents of a cache, as many at once as fit in a batch."""
         rows = []
         for ticket in tickets:
             if not ticket.is_cancelled.is_set():
                 with self._errors_of([ticket]):
-                    cache = self.memory.find(ticket.question.documents)
                     rows.append(self._row(ticket, cache))
         while rows:
             count = batch_size(self._model, cache, [row.question for row in rows])
@@ -296,6 +300,7 @@ class Engine:
         for ticket in tickets:
             if not ticket.is_answered:
                 self.num_errors += 1
+                ticket.is_answered = True
                 ticket.on_event(result)
 
     def _row(self, ticket: Ticket, cache: CompactCache) -> "_TicketRow":

@@ -86,14 +86,15 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
 
 def _documents(value: object) -> tuple[str, ...]:
     """The documents that a request names: an id, or a list of ids."""
-    ids = value if isinstance(value, list) else [value]
-    if not ids or not all(isinstance(id, str) for id in ids):
+    named = value if isinstance(value, list) else [value]
+    ids = tuple(id for id in named if isinstance(id, str))
+    if not ids or len(ids) < len(named):
         raise RequestError(
             400, f"the field {FIELD} must name a document by its id, or several by a list of ids"
         )
     if len(ids) > MOST_DOCUMENTS:
         raise RequestError(400, f"{FIELD} names {len(ids)} documents; at most {MOST_DOCUMENTS}")
-    return tuple(ids)
+    return ids
 
 
 def _sampling(fields: Mapping[str, Any], most_tokens: int) -> Sampling:
