@@ -39,3 +39,13 @@ def tokenizer():
 def texts_folder(tmp_path_factory):
     """A folder of 40 short texts."""
     return write_texts(tmp_path_factory.mktemp("data") / "texts")
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The address of a Ray cluster of two processors on this machine."""
+    ray = pytest.importorskip("ray", reason="kvcat[ray] is not installed")
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's name)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray.get_runtime_context().gcs_address
+    ray.shutdown()

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import select
 import signal
 import subprocess
 import sys
@@ -73,17 +75,62 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     tiny_folder, store, tmp_path, capsys, monkeypatch
 ):
     saved = tmp_path / "talk.json"
-    lines = f"the cat\n\n/nonsense\n/save {saved}\nthe dog\n/save {saved}\n/quit\nnever\n"
+    other = tmp_path / "other.json"
+    other.touch()
+    lines = f"the cat\n\n/nonsense\n/save {saved}\nthe dog\n/save {other}\n/save {saved}\n"
+    lines += f"/reset\nthe cat\n/save {tmp_path / 'again.json'}\n/quit\nnever\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
     assert kvcat(*words) == 0
     said = capsys.readouterr()
     assert "/nonsense is no command" in said.err
     assert "exists: name a new file" in said.err
+    assert other.read_bytes() == b""
     messages = json.loads(saved.read_text())["messages"]
-    assert [message["role"] for message in messages] == ["user", "assistant"]
+    assert [message["role"] for message in messages] == ["user", "assistant"] * 2
     assert messages[0]["content"] == "the cat"
+    again = json.loads((tmp_path / "again.json").read_text())["messages"]
+    assert again == messages[:2]
     assert said.out.startswith(messages[1]["content"] + "\n")
+
+
+def read_until(terminal, wanted, seconds=120):
+    """What a terminal shows until a text occurs in it."""
+    shown = ""
+    deadline = time.monotonic() + seconds
+    while wanted not in shown:
+        ready, _, _ = select.select([terminal], [], [], max(0, deadline - time.monotonic()))
+        assert ready, f"no {wanted!r} in {shown!r}"
+        shown += os.read(terminal, 4096).decode()
+    return shown
+
+
+@pytest.mark.slow
+def test_chat_in_a_terminal_streams_stops_at_ctrl_c_and_ends_at_ctrl_d(tiny_folder, store):
+    pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
+    terminal, end = pty.openpty()
+    words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 150]
+    command = subprocess.Popen(
+        [sys.executable, "-m", "kvcat", *map(str, words)],
+        stdin=end,
+        stdout=end,
+        stderr=end,
+    )
+    os.close(end)
+    assert "tokens of document" in read_until(terminal, "> ")
+    os.write(terminal, b"the cat\n")
+    read_until(terminal, "the cat\r\n")
+    assert read_until(terminal, "> ").strip() != ">"
+    os.write(terminal, b"the dog\n")
+    read_until(terminal, "the dog\r\n")
+    os.read(terminal, 1)  # the answer has begun
+    command.send_signal(signal.SIGINT)  # Ctrl-C
+    assert "stopped: this question" in read_until(terminal, "kept\r\n> ")
+    command.send_signal(signal.SIGINT)  # at the prompt, where it drops the line
+    read_until(terminal, "\r\n> ")
+    os.write(terminal, b"\x04")  # Ctrl-D
+    assert command.wait(60) == 0
+    os.close(terminal)
 
 
 @pytest.mark.parametrize(
@@ -111,6 +158,24 @@ def test_wrong_options_of_compress_are_rejected_before_work(
     assert not (tmp_path / "store").exists()
 
 
+def test_ray_that_is_not_installed_is_one_line_before_the_model_is_loaded(
+    tiny_folder, corpus, tmp_path, mistake, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "kvcat.ray_cluster", raising=False)
+    monkeypatch.setattr("kvcat.models.load", None)
+    out = tmp_path / "out"
+    for words in (
+        ["compress", tiny_folder, "--corpus", corpus, "-o", out],
+        ["eval", "suffix", tiny_folder, "--data", corpus, "--out", out],
+    ):
+        assert "--ray needs Ray: pip install 'kvcat[ray]'" in mistake(*words, "--ray", "auto")
+    assert "--workers needs --ray" in mistake(*words, "--workers", 2)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "use --ray or torchrun" in mistake(*words, "--ray", "auto")
+    assert not out.exists()
+
+
 def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
     tiny_folder, corpus, store, mistake, monkeypatch
 ):
@@ -133,22 +198,30 @@ def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mist
 
 
 @pytest.mark.slow
-def test_a_server_answers_and_ends_cleanly_when_it_is_asked_to(tiny_folder, store):
+def test_a_killed_server_answers_the_same_when_it_is_started_again_and_ends_when_asked(
+    tiny_folder, store, mistake
+):
     pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
     port = 18431
     words = ["serve", tiny_folder, "--store", store, "--port", port, "--name", "tiny"]
     command = [sys.executable, "-m", "kvcat", *map(str, words)]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-        assert "serving 2 documents as model 'tiny'" in server.stderr.readline()
-        address = f"http://127.0.0.1:{port}"
-        wait_until_healthy(address)
-        fields = {"model": "tiny", "kvcat": "a/0", "max_tokens": 3, "prompt": "the cat"}
-        body = json.dumps(fields).encode()
-        with urllib.request.urlopen(f"{address}/v1/completions", body) as response:
-            assert json.load(response)["usage"]["completion_tokens"] == 3
-        server.terminate()
-        assert server.wait(30) in (0, -signal.SIGTERM)
-        assert server.stderr.read() == ""
+    fields = {"model": "tiny", "kvcat": "a/0", "max_tokens": 3, "prompt": "the cat"}
+    body = json.dumps({**fields, "temperature": 0}).encode()
+    answers = []
+    for end in (signal.SIGKILL, signal.SIGTERM):
+        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
+            assert "serving 2 documents as model 'tiny'" in server.stderr.readline()
+            address = f"http://127.0.0.1:{port}"
+            wait_until_healthy(address)
+            with urllib.request.urlopen(f"{address}/v1/completions", body) as response:
+                answer = json.load(response)
+            answers.append((answer["choices"][0]["text"], answer["usage"]))
+            assert "is in use" in mistake(*words)
+            server.send_signal(end)
+            assert server.wait(30) in (0, -end)
+            assert server.stderr.read() == ""
+    assert answers[0] == answers[1]
+    assert answers[0][1]["completion_tokens"] == 3
 
 
 def wait_until_healthy(address):

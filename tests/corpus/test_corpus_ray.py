@@ -1,11 +1,5 @@
 """A corpus on a real local Ray cluster: two workers, one of which is killed in the middle."""
 
-import os
-import signal
-import threading
-import time
-from pathlib import Path
-
 import pytest
 from corpora import contents, text_of, write_rows
 
@@ -13,31 +7,11 @@ ray = pytest.importorskip("ray", reason="kvcat[ray] is not installed")
 
 from kvcat.corpus import CorpusSettings, Store  # noqa: E402
 from kvcat.corpus.ray_engine import compress_on_ray  # noqa: E402
+from kvcat.ray_cluster import connect  # noqa: E402
+from ray_commands import kill_a_worker, start  # noqa: E402
+from tiny import refusal  # noqa: E402
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-
-
-@pytest.fixture(scope="module")
-def cluster():
-    """A cluster of two processors on this machine."""
-    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's name)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
-    yield
-    ray.shutdown()
-
-
-def worker_pids():
-    """The processes of this machine that run the actor."""
-    pids = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                command = (folder / "cmdline").read_bytes()
-            except OSError:
-                continue
-            if command.startswith(b"ray::") and b"RayCompressor" in command:
-                pids.append(int(folder.name))
-    return pids
 
 
 def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(
@@ -48,26 +22,33 @@ def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(
     source = write_rows(tmp_path / "corpus.jsonl", rows)
     compress(source, tmp_path / "local")
     store = tmp_path / "ray"
-    killed = []
-
-    def kill():
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            pids = worker_pids()
-            if len(list(store.rglob("*.safetensors"))) >= 5 and pids:
-                os.kill(pids[0], signal.SIGKILL)
-                killed.append(pids[0])
-                return
-            time.sleep(0.02)
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    result = compress_on_ray(str(tiny_folder), source, store, CorpusSettings(), workers=2)
-    thread.join()
-    assert killed
-    assert (result.num_made, result.num_documents) == (60, 61)
-    assert [row.id for row in result.failures] == ["empty"]
+    arguments = ["compress", tiny_folder, "--corpus", source, "-o", store, "--workers", 2]
+    command = start(cluster, *arguments)
+    kill_a_worker(b"RayCompressor", lambda: len(list(store.rglob("*.safetensors"))) >= 5, command)
+    output, errors = command.communicate()
+    assert command.returncode == 0, errors
+    assert "60 caches made and 0 kept of 61 documents, 1 without a cache" in output
+    assert "no cache of 'empty'" in errors
     assert len(Store(store)) == 60
     assert contents(store) == contents(tmp_path / "local")
     again = compress_on_ray(str(tiny_folder), source, store, CorpusSettings(), workers=2)
     assert (again.num_made, again.num_kept) == (0, 60)
+
+
+def test_a_mistake_that_only_a_worker_sees_is_one_line(cluster, tiny_folder, corpus, tmp_path):
+    store = tmp_path / "store"
+    compress_on_ray(str(tiny_folder), corpus, store, CorpusSettings(), workers=1)
+    file = next(store.rglob("*.safetensors"))
+    file.unlink()
+    file.mkdir()
+    (file / "in the way").touch()
+    message = refusal(compress_on_ray, str(tiny_folder), corpus, store, CorpusSettings())
+    assert message.startswith(f"cannot write {file}")
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "host:port"])
+def test_an_address_without_a_cluster_is_rejected_at_once(address):
+    if ray.is_initialized():
+        ray.shutdown()
+    assert f"no Ray cluster at {address}" in refusal(connect, address)

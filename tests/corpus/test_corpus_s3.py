@@ -5,6 +5,7 @@ import subprocess
 import sys
 import threading
 import time
+import urllib.request
 
 import pytest
 from corpora import text_of, write_rows
@@ -15,7 +16,7 @@ pytest.importorskip("moto.server", reason="moto[server] is not installed")
 import fsspec
 from moto.server import ThreadedMotoServer
 
-from kvcat.corpus import CorpusSettings, Store
+from kvcat.corpus import CorpusSettings, Store, check_store
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.storage import open_storage
 from tiny import refusal
@@ -30,6 +31,7 @@ class Relay:
         self.port = port
         self.num_to_break = 0
         self.num_broken = 0
+        self.num_replies_to_break = 0
         self.is_down = False
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
@@ -47,13 +49,18 @@ class Relay:
                 threading.Thread(target=self._copy, args=arguments, daemon=True).start()
 
     def _copy(self, source, target, is_request):
-        """Copy bytes until one side ends; break the connection in the middle of an upload."""
+        """Copy bytes until one side ends; break the connection in the middle of a file."""
         try:
             while data := source.recv(1 << 14):
                 if self.is_down:
                     break
                 if is_request and self.num_to_break and data.startswith(b"PUT"):
                     self.num_to_break -= 1
+                    self.num_broken += 1
+                    target.sendall(data[: len(data) // 2])
+                    break
+                if not is_request and self.num_replies_to_break and len(data) > 2000:
+                    self.num_replies_to_break -= 1
                     self.num_broken += 1
                     target.sendall(data[: len(data) // 2])
                     break
@@ -159,3 +166,80 @@ def test_a_server_that_is_gone_ends_with_one_line_and_the_run_continues_later(
     finally:
         relay.is_down = False
     assert compress(many, bucket).num_made == 1
+
+
+def test_a_download_that_breaks_once_is_repeated(bucket, many, compress, broken_replies):
+    compress(many, bucket)
+    broken_replies(1)
+    assert Store(bucket)["doc/3"].metadata["id"] == "doc/3"
+
+
+def test_a_download_that_breaks_again_and_again_ends_with_one_line(
+    bucket, many, compress, broken_replies
+):
+    compress(many, bucket)
+    store = Store(bucket)
+    broken_replies(20)
+    message = refusal(store.__getitem__, "doc/3")
+    broken_replies(0)
+    assert message.startswith("cannot read caches/")
+    assert "\n" not in message
+    assert store["doc/3"].metadata["id"] == "doc/3"
+
+
+@pytest.fixture
+def broken_replies(relay):
+    """Break the next replies that hold a file."""
+
+    def break_some(count):
+        relay.num_replies_to_break = count
+
+    relay.num_broken = 0
+    yield break_some
+    assert relay.num_broken
+    relay.num_replies_to_break = 0
+
+
+def test_a_missing_bucket_and_wrong_credentials_are_rejected_before_the_model_is_loaded(
+    bucket, relay
+):
+    settings = CorpusSettings().record()
+    missing = "s3://no-such-bucket/store"
+    assert refusal(check_store, missing, settings).startswith(f"cannot write to {missing}: ")
+    assert "no store of caches" in refusal(Store, missing)
+    check_store(bucket, settings)
+    assert open_storage(bucket).occupant() is None
+    count_free_requests(relay, 0)  # every further request needs a key that exists
+    try:
+        message = refusal(check_store, bucket, settings)
+        assert message.startswith(f"cannot read store.json in {bucket}: PermissionError")
+    finally:
+        count_free_requests(relay, 1_000_000)
+
+
+def count_free_requests(relay, count):
+    """Let moto's server accept a number of requests without looking at their keys."""
+    address = f"http://127.0.0.1:{relay.port}/moto-api/reset-auth"
+    request = urllib.request.Request(address, str(count).encode(), method="POST")
+    request.add_header("content-type", "application/octet-stream")
+    urllib.request.urlopen(request).close()
+
+
+def test_a_run_that_is_killed_leaves_whole_objects_and_continues(
+    bucket, many, compress, tiny_folder, tmp_path
+):
+    words = ["compress", tiny_folder, "--corpus", many, "-o", bucket]
+    command = subprocess.Popen([sys.executable, "-m", "kvcat", *map(str, words)])
+    storage = open_storage(bucket)
+    while command.poll() is None and len(storage.names("caches")) < 4:
+        time.sleep(0.05)
+    command.kill()
+    command.wait()
+    compress(many, tmp_path / "local")
+    names = storage.names("caches")
+    assert 4 <= len(names) < 12
+    local = open_storage(tmp_path / "local")
+    assert all(storage.read(name) == local.read(name) for name in names)
+    assert compress(many, bucket).num_made in (12, 12 - len(names))
+    ids = Store(bucket).ids
+    assert bytes_of(bucket, ids) == bytes_of(tmp_path / "local", ids)

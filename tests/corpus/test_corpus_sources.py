@@ -1,5 +1,7 @@
 """Sources of a corpus: whole files, rows with ids, and rows that are no documents."""
 
+import os
+
 import pyarrow
 import pytest
 from corpora import write_rows
@@ -66,6 +68,22 @@ def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path)
     assert "no document" in refusal(measure_corpus, [], lambda _: False)
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "x.parquet")
     assert "no column 'text'; its columns: body" in refusal(documents, tmp_path / "x.parquet")
+    columns = {"text_column": "body", "id_column": "name"}
+    message = refusal(documents, tmp_path / "x.parquet", **columns)
+    assert "no column 'name'; its columns: body" in message
+    rows = [{"name": "a", "body": "x"}, {"title": "b", "body": "x"}]
+    file = write_rows(tmp_path / "typing-error.jsonl", rows)
+    problems = {one.id: one.problem for one in documents(file, **columns)}
+    assert problems["a"] is None
+    assert "no column 'name'" in problems["typing-error.jsonl#1"]
+
+
+def test_a_file_whose_name_is_not_utf_8_is_a_document(tmp_path):
+    try:
+        (tmp_path / os.fsdecode(b"bad\xff.txt")).write_text("x")
+    except OSError:
+        pytest.skip("this file system has names in UTF-8 alone")
+    assert [(one.id, one.text) for one in documents(tmp_path)] == [("bad\ufffd.txt", "x")]
 
 
 @pytest.mark.parametrize("source", ["missing", "installed", "hub:", "hub:owner/name"])

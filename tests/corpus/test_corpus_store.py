@@ -1,7 +1,9 @@
 """A store: caches by document, continued runs, changed documents, and what is rejected."""
 
+import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,12 +16,12 @@ from corpora import contents, text_of, write_rows
 
 import kvcat
 from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
-from kvcat.corpus import CorpusSettings, Store
+from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import open_writer
-from tiny import refusal
+from tiny import refusal, write_tiny_model
 
 
 def test_a_cache_of_a_store_is_that_of_its_document_compressed_alone(
@@ -151,6 +153,19 @@ def test_a_changed_document_and_a_lost_file_are_made_again_and_no_other(corpus, 
     assert contents(store) == after
 
 
+def test_documents_in_the_manifest_of_another_model_are_made_again(
+    compress, corpus, tmp_path, tmp_path_factory
+):
+    compress(corpus, tmp_path / "store")
+    other = kvcat.load(write_tiny_model(tmp_path_factory.mktemp("other"), seed=9))
+    compress_corpus(*other, corpus, tmp_path / "other")
+    expected = contents(tmp_path / "store")
+    for name in ["manifest.parquet", cache_file("doc-0")]:
+        shutil.copy(tmp_path / "other" / name, tmp_path / "store" / name)
+    assert compress(corpus, tmp_path / "store").num_made == 6
+    assert contents(tmp_path / "store") == expected
+
+
 def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, compress, tmp_path):
     store = tmp_path / "store"
     compress(corpus, store)
@@ -225,6 +240,58 @@ def test_a_full_disk_ends_with_one_line_and_leaves_whole_files(corpus, compress,
     assert not list(store.rglob(".partial-*"))
     assert not list(store.rglob("*.safetensors"))
     assert compress(corpus, store, CorpusSettings(keep_ratio=1)).num_made == 6
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of 200 kB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=200k", "tmpfs", str(folder)]
+    if sys.platform != "linux" or os.geteuid() != 0 or subprocess.run(command).returncode != 0:
+        pytest.skip("only root on Linux can mount a small file system")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+@pytest.mark.slow
+def test_a_disk_that_is_really_full_leaves_a_whole_store_that_continues_with_space(
+    small_disk, compress, tmp_path
+):
+    rows = [{"id": str(number), "text": text_of(number)} for number in range(30)]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    settings = CorpusSettings(keep_ratio=0.5)
+    compress(source, tmp_path / "once", settings)
+    store = small_disk / "store"
+    message = refusal(compress, source, store, settings)
+    assert message.startswith(f"cannot write {store}")
+    assert "No space left" in message
+    assert "\n" not in message
+    readable = Store(store)
+    for id in readable.ids:
+        assert readable[id].metadata["id"] == id
+    num_whole = len(list(store.rglob("*.safetensors")))
+    assert 0 < num_whole < 30
+    assert not list(store.rglob(".partial-*"))
+    subprocess.run(["mount", "-o", "remount,size=4m", str(small_disk)], check=True)
+    result = compress(source, store, settings)
+    assert result.num_made + result.num_kept == 30
+    assert contents(store) == contents(tmp_path / "once")
+
+
+@pytest.mark.slow
+def test_of_two_commands_that_write_one_store_the_second_is_rejected(tiny_folder, tmp_path):
+    rows = [{"id": str(number), "text": text_of(number)} for number in range(20)]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    words = ["compress", tiny_folder, "--corpus", source, "-o", tmp_path / "store"]
+    command = [sys.executable, "-m", "kvcat", *map(str, words)]
+    both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    errors = [one.communicate()[1] for one in both]
+    codes = [one.returncode for one in both]
+    assert sorted(codes) in ([0, 0], [0, 2])  # [0, 0]: one ended before the other one wrote
+    for code, error in zip(codes, errors, strict=True):
+        assert code == 0 or "another process is writing" in error
+    assert len(Store(tmp_path / "store")) == 20
 
 
 def test_a_damaged_manifest_log_or_cache_is_named(corpus, compress, tmp_path):

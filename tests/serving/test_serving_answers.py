@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import kvcat
-from kvcat.serving.answers import Sampling, _AnswerStream, answer
+from kvcat.serving.answers import AnswerStream, Sampling, answer
 from kvcat.serving.conversation import Conversation
 from tiny import refusal, sentences, write_tiny_model
 
@@ -28,7 +28,7 @@ def cache(loaded, request):
 def pieces_of(tokenizer, ids, stop=()):
     """The pieces of text that a stream passes on for tokens, one token at a time."""
     pieces = []
-    stream = _AnswerStream(tokenizer, stop, pieces.append)
+    stream = AnswerStream(tokenizer, stop, pieces.append)
     stream.put(torch.tensor([[1, 2, 3]]))
     for token in ids:
         stream.put(torch.tensor([token]))

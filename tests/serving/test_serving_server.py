@@ -8,7 +8,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-import torch
 
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
@@ -176,12 +175,16 @@ def test_a_stop_text_a_seed_and_top_p_have_an_effect(served):
     [
         ({"kvcat": "../../etc/passwd"}, 404, "no document '../../etc/passwd'"),
         ({"kvcat": None}, 400, "must name a document"),
-        ({"kvcat": ["doc/0", "doc/1"]}, 400, "names 2 documents"),
+        ({"kvcat": ["doc/0", "doc/1"]}, 400, "document 2 opens a turn of the chat template"),
+        ({"kvcat": ["doc/0"] * 17}, 400, "names 17 documents; at most 16"),
+        ({"kvcat": []}, 400, "must name a document"),
         ({"kvcat": "damaged"}, 500, "document 'damaged': the store/"),
         ({"model": "gpt"}, 404, "no model 'gpt'; there is 'tiny'"),
         ({"messages": None}, 400, "messages is missing"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "first one the user's"),
         ({"temperature": 9999}, 400, "temperature is 9999"),
+        ({"temperature": 10**400}, 400, "too large"),
+        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode text"),
         ({"top_p": 0}, 400, "top_p is 0"),
         ({"max_tokens": 33}, 400, "this server allows 32"),
         ({"max_tokens": 0}, 400, "must be at least 1"),
@@ -232,25 +235,25 @@ def test_health_needs_no_key_and_metrics_count(served):
 
 
 def test_memory_holds_the_caches_that_were_used_last(served):
-    _, _, _, store = served
+    _, _, loaded, store = served
     size = store["doc/1"].nbytes
-    memory = CacheMemory(store, 3 * size, torch.device("cpu"))
+    memory = CacheMemory(store, 3 * size, loaded[0])
     for id in DOCUMENTS:
-        memory.find(id)
+        memory.find([id])
         assert memory.num_bytes <= 3 * size
     loads = memory.num_loads
-    memory.find("doc/7")
+    memory.find(["doc/7"])
     assert (memory.num_loads, memory.num_hits) == (loads, 1)
-    memory.find("doc/0")
+    memory.find(["doc/0"])
     assert memory.num_loads == loads + 1
-    small = CacheMemory(store, 10, torch.device("cpu"))
-    small.find("doc/0")
+    small = CacheMemory(store, 10, loaded[0])
+    small.find(["doc/0"])
     assert small.num_bytes == 0
 
 
 def test_too_many_waiting_requests_are_rejected(served):
     _, _, loaded, store = served
-    question = Question("doc/0", "the cat", False, Sampling())
+    question = Question(("doc/0",), "the cat", False, Sampling())
     ticket = Ticket(question, lambda _: None)
     engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=0)
     with pytest.raises(RequestError, match="try again later") as caught:
@@ -271,7 +274,7 @@ def test_an_answer_for_which_nobody_waits_ends_early(served):
         events.put(event)
 
     sampling = Sampling(max_new_tokens=100)
-    ticket = Ticket(Question("doc/0", "the cat", False, sampling), leave)
+    ticket = Ticket(Question(("doc/0",), "the cat", False, sampling), leave)
     engine.submit(ticket)
     events_of_answer = [events.get(timeout=30)]
     while isinstance(events_of_answer[-1], str):

@@ -2,6 +2,8 @@
 
 import os
 import re
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +13,7 @@ from kvcat.errors import InputError
 
 if TYPE_CHECKING:
     from kvcat.evals import Evaluation, Record, ResultTable, Task
+    from kvcat.evals.records import Shard
 
 
 def evaluation_options(name: str) -> "type[Evaluation]":
@@ -25,38 +28,78 @@ def run_evaluation(options: "Evaluation") -> None:
     early.check_device(options.device)
     for spec in options.method_specs():
         early.check_method(spec)
-    folders = _find_models(options.models)
-
-    from kvcat.evals import configuration, evaluate
-    from kvcat.models import load_tokenizer
-
-    settings = options.settings()
-    speed = settings.pop("speed", False)
-    tokenizer = load_tokenizer(next(iter(folders.values())))
-    tasks = _tasks(options, tokenizer)
-    for task in tasks.values():
-        configuration(task, **settings)  # rejects settings that cannot be evaluated
+    labels = _find_models(options.models)
     process = int(os.environ.get("RANK", 0))
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
+    if options.ray is None and options.workers is not None:
+        raise InputError("--workers needs --ray")
+    if options.ray is not None and num_processes > 1:
+        raise InputError("WORLD_SIZE is set: use --ray or torchrun, not both")
+
+    if options.ray is not None:
+        folders = _run_on_ray(options)
+    else:
+        folders = _run_shard(options, (process, num_processes))
+    if num_processes > 1:
+        names = " ".join(map(str, folders))
+        done = f"shard {process} of {num_processes} is done"
+        print(f"{done}; when all are done: kvcat report {names}")
+        return
+
+    from kvcat.evals.records import read_records
+
+    records: list[Record] = []
+    for folder in folders:
+        records += [record for record in read_records(folder) if record.model in labels]
+    table = options.result_table(records)
+    if table is None:
+        _print_report(folders, options.out / "report")
+    else:
+        _print_table(table, options.out)
+
+
+def _run_on_ray(options: "Evaluation") -> list[Path]:
+    """Run all shards on a Ray cluster; the results folders."""
+    from kvcat.evals.ray_shards import run_shards
+
+    tasks = _checked_tasks(options)
+    run_shards(
+        partial(_run_shard, replace(options, ray=None, workers=None)),
+        address=str(options.ray),
+        workers=options.workers,
+        device=options.device,
+    )
+    return list(tasks)
+
+
+def _run_shard(options: "Evaluation", shard: "Shard") -> list[Path]:
+    """Evaluate the models on every count-th batch; the results folders."""
+    from kvcat.evals import evaluate
+
+    tasks = _checked_tasks(options)
+    settings = options.settings()
+    folders = _find_models(options.models)
     models = _load_models(folders, _process_device(options.device), options.dtype)
     for task in tasks.values():  # checks all tasks before the first evaluation
         for label, model in models.items():
             task.check(label, *model)
-    shard = (process, num_processes)
-    records: list[Record] = []
     for folder, task in tasks.items():
-        stored = evaluate(task, models, out_dir=folder, shard=shard, speed=speed, **settings)
-        records += [record for record in stored if record.model in models]
-    if num_processes > 1:
-        names = " ".join(map(str, tasks))
-        done = f"shard {process} of {num_processes} is done"
-        print(f"{done}; when all are done: kvcat report {names}")
-        return
-    table = options.result_table(records)
-    if table is None:
-        _print_report(list(tasks), options.out / "report")
-    else:
-        _print_table(table, options.out)
+        evaluate(task, models, out_dir=folder, shard=shard, **settings)
+    return list(tasks)
+
+
+def _checked_tasks(options: "Evaluation") -> "dict[Path, Task]":
+    """The tasks by folder; ``InputError`` if their settings cannot be evaluated."""
+    from kvcat.evals import configuration
+    from kvcat.models import load_tokenizer
+
+    settings = options.settings()
+    settings.pop("speed", None)
+    tokenizer = load_tokenizer(next(iter(opt.labelled(options.models).values())))
+    tasks = _tasks(options, tokenizer)
+    for task in tasks.values():
+        configuration(task, **settings)
+    return tasks
 
 
 def _find_models(items: tuple[str, ...]) -> dict[str, str]:

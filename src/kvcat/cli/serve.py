@@ -1,7 +1,9 @@
 """The commands ``kvcat serve`` and ``kvcat chat``: a server, and a conversation in a terminal."""
 
+import errno
 import json
 import os
+import socket
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,10 +14,14 @@ from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
+    from kvcat.serving.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
 KEY_VARIABLE = "KVCAT_API_KEY"
-_HELP = "type a question; /save FILE writes the conversation, /quit ends it"
+_HELP = (
+    "type a question; /save FILE writes the conversation, /reset forgets it, /quit ends it; Ctrl-C "
+    "ends an answer"
+)
 
 
 def serve(
@@ -35,7 +41,8 @@ def serve(
 ) -> None:
     """Serve the documents of a store with OpenAI's API, on plain transformers.
 
-    A request names its document in the field `kvcat`. Answers are made one after another.
+    A request names its document, or several, in the field `kvcat`. Questions that wait for the same
+    documents are answered in one batch, the others one after another.
 
     Example: kvcat serve ./my-model --store store
 
@@ -56,6 +63,7 @@ def serve(
     key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
     if key == "":
         raise InputError("the API key is empty")
+    _check_port(host, port)
     early.check_device(device)
     early.check_model(model)
 
@@ -85,6 +93,21 @@ def serve(
     run_server(app, host, port)
 
 
+def _check_port(host: str, port: int) -> None:
+    """Raise an ``InputError`` for an address on which this process cannot listen."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        with socket.socket(family, kind, protocol) as listener:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listener.bind(address)
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            raise InputError(f"port {port} of {host} is in use: give another --port") from None
+        raise InputError(f"cannot listen on {host}:{port}: {error.strerror}") from None
+
+
 def chat(
     model: opt.Model,
     /,
@@ -101,7 +124,8 @@ def chat(
 ) -> None:
     """Ask questions about a compressed document, one after another; answers see earlier turns.
 
-    /save FILE writes the conversation as JSON, /quit or the end of input ends it.
+    /save FILE writes the conversation as JSON, /reset forgets earlier turns, /quit or the end of
+    input ends it. Ctrl-C ends an answer, which is then no part of the conversation.
 
     Example: kvcat chat ./my-model --cache report.safetensors
 
@@ -128,6 +152,7 @@ def chat(
     )
     compact.check_model(loaded, str(cache or id))
     conversation = Conversation(loaded, tokenizer, compact)
+    saved: set[Path] = set()
     print(f"{compact.num_tokens} tokens of document: {_HELP}", file=sys.stderr)
     while True:
         line = _read_line()
@@ -135,34 +160,63 @@ def chat(
             return
         try:
             if line.startswith("/"):
-                _run(line, conversation)
+                _run(line, conversation, saved)
             elif line.strip():
-                conversation.ask(line, sampling, on_text=_print_piece)
-                print()
+                _answer(line, conversation, sampling)
         except InputError as error:  # the conversation continues
             print(f"kvcat: {error}", file=sys.stderr)
 
 
 def _read_line() -> str | None:
-    """The next line of input; None at its end."""
+    """The next line of input; None at its end. Ctrl-C in a terminal drops the line."""
+    is_terminal = sys.stdin.isatty()
     try:
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if is_terminal else "")
     except EOFError:
         return None
+    except KeyboardInterrupt:
+        if not is_terminal:
+            raise
+        print()
+        return ""
 
 
-def _run(line: str, conversation: "Conversation") -> None:
-    """Obey a line that begins with a slash."""
+def _answer(line: str, conversation: "Conversation", sampling: "Sampling") -> None:
+    """Print the answer to a question as it comes."""
+    try:
+        conversation.ask(line, sampling, on_text=_print_piece)
+        print(flush=True)
+    except KeyboardInterrupt:
+        print(flush=True)
+        print("stopped: this question and its answer are not kept", file=sys.stderr)
+
+
+def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
+    """Obey a line that begins with a slash.
+
+    Args:
+        line: the line.
+        conversation: what it is about.
+        saved: files that this conversation was saved to, which may be replaced.
+    """
     command, _, argument = line.strip().partition(" ")
-    if command != "/save" or not argument:
+    if command == "/reset" and not argument:
+        conversation.reset()
+    elif command == "/save" and argument:
+        _save(Path(argument.strip()).expanduser(), conversation, saved)
+    else:
         raise InputError(f"{line.strip()[:40]} is no command: {_HELP}")
+
+
+def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:
+    """Write the conversation to a new file, or to one of its earlier files."""
     from kvcat.files import write_text
 
-    path = Path(argument.strip()).expanduser()
-    if path.exists():
+    if path.exists() and path.resolve() not in saved:
         raise InputError(f"{path} exists: name a new file")
     content = json.dumps({"messages": conversation.messages}, indent=2, ensure_ascii=False)
     write_text(path, content + "\n")
+    saved.add(path.resolve())
     print(f"{path}: {len(conversation.messages)} messages", file=sys.stderr)
 
 

@@ -17,14 +17,15 @@ from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import CorpusDocument, corpus_files, read_corpus
 from kvcat.corpus.storage import open_storage
 from kvcat.corpus.store import open_writer
-from kvcat.errors import InputError
 from kvcat.models import load, load_tokenizer, model_name
-
-try:
-    import ray  # pyright: ignore[reportMissingImports]
-    import ray.data  # pyright: ignore[reportMissingImports]
-except ImportError as error:
-    raise InputError(f"--ray needs Ray: pip install 'kvcat[ray]' ({error})") from None
+from kvcat.ray_cluster import (
+    absolute,
+    connect,
+    device_resources,
+    num_devices,
+    ray,
+    worker_errors,
+)
 
 _BATCH = "batch"
 _ROWS = "rows"
@@ -97,15 +98,18 @@ def compress_on_ray(
     Raises:
         InputError: no cluster at the address; and as ``compress_corpus``.
     """
-    store = _absolute(store)
-    model = _absolute(model) if Path(model).expanduser().exists() else model
+    store = absolute(store)
+    model = absolute(model) if Path(model).expanduser().exists() else model
     files = corpus_files(str(source), text_column=text_column, id_column=id_column, store=store)
     tokenizer = load_tokenizer(model)
-    _connect(address)
-    ray.data.DataContext.get_current().enable_progress_bars = False
-    resources = {"num_cpus": 1} if device == "cpu" else {"num_gpus": 1}
+    connect(address)
+    context = ray.data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.print_on_execution_start = False
+    resources = device_resources(device)
     identify: Any = ray.remote(**resources)(_identity)
-    identity = ray.get(identify.remote(model, device, dtype))
+    with worker_errors():
+        identity = ray.get(identify.remote(model, device, dtype))
     about = {**settings.record(), "dtype": dtype, **identity}
 
     def encode(document: CorpusDocument) -> EncodedDocument:
@@ -114,7 +118,7 @@ def compress_on_ray(
     with open_writer(store, about) as writer:
         size = measure_corpus(read_corpus(files), writer.has)
         batches = list(planned_batches(read_corpus(files), encode, writer.has))
-        most = workers or _num_devices(device)
+        most = workers or num_devices(device)
         data = ray.data.from_items(
             [{_BATCH: _as_json(batch)} for batch in batches],
             override_num_blocks=max(1, min(len(batches), _MOST_BLOCKS)),
@@ -123,44 +127,16 @@ def compress_on_ray(
             batch_size=1,
             compute=ray.data.ActorPoolStrategy(min_size=1, max_size=most),
             fn_constructor_args=(model, store, settings, device, dtype),
-            max_restarts=-1,
-            max_task_retries=-1,
             **resources,
         )
         results = _results(data) if batches else iter(())
         return record_rows(writer, size, results, show_progress=show_progress)
 
 
-def _absolute(address: str | Path) -> str:
-    """An address that means the same in another process."""
-    text = str(address)
-    return text if "://" in text else str(Path(text).expanduser().resolve())
-
-
-def _connect(address: str) -> None:
-    """Connect to a cluster, unless this process is connected."""
-    if ray.is_initialized():
-        return
-    try:
-        ray.init(address=address, log_to_driver=False, logging_level="error")
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())[:150]
-        raise InputError(f"no Ray cluster at {address}: {reason}") from None
-
-
 def _identity(model: str, device: str, dtype: str) -> dict[str, str]:
     """The name and fingerprint of a model, computed on the cluster."""
     loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
     return {"model": model_name(loaded), "fingerprint": fingerprint(loaded)}
-
-
-def _num_devices(device: str) -> int:
-    """The processors or accelerators of the cluster."""
-    name = "CPU" if device == "cpu" else "GPU"
-    count = int(ray.cluster_resources().get(name, 0))
-    if count == 0:
-        raise InputError(f"the Ray cluster has no {name} for device {device}")
-    return count
 
 
 def _as_json(batch: Sequence[EncodedDocument]) -> str:
@@ -179,9 +155,10 @@ def _record(document: CorpusDocument, is_made: bool) -> dict[str, Any]:
 
 def _results(data: Any) -> Iterator[tuple[list[EncodedDocument], list[Row]]]:
     """Documents and rows of the batches, as they are finished."""
-    for result in data.iter_rows():
-        batch = []
-        for record in json.loads(result[_BATCH]):
-            is_made = record.pop("is_made")
-            batch.append(EncodedDocument(CorpusDocument(**record), is_made=is_made))
-        yield batch, [Row(**record) for record in json.loads(result[_ROWS])]
+    with worker_errors():
+        for result in data.iter_rows():
+            batch = []
+            for record in json.loads(result[_BATCH]):
+                is_made = record.pop("is_made")
+                batch.append(EncodedDocument(CorpusDocument(**record), is_made=is_made))
+            yield batch, [Row(**record) for record in json.loads(result[_ROWS])]

@@ -14,6 +14,9 @@ from kvcat.errors import InputError, one_line
 from kvcat.hub import HUB_PREFIX
 from kvcat.tokenization import repaired
 
+DEFAULT_TEXT_COLUMN = "text"
+DEFAULT_ID_COLUMN = "id"
+
 
 @dataclass(frozen=True)
 class CorpusDocument:
@@ -37,7 +40,11 @@ class CorpusDocument:
 
 
 def corpus_files(
-    source: str, *, text_column: str = "text", id_column: str = "id", store: str = ""
+    source: str,
+    *,
+    text_column: str = DEFAULT_TEXT_COLUMN,
+    id_column: str = DEFAULT_ID_COLUMN,
+    store: str = "",
 ) -> Sequence[SourceFile]:
     """The files of a corpus; none is read yet.
 
@@ -67,7 +74,7 @@ def read_corpus(files: Iterable[SourceFile]) -> Iterator[CorpusDocument]:
     named by its id column, or by the file and the number of the row if it has none.
 
     Raises:
-        InputError: a table that cannot be read, or that lacks the text column.
+        InputError: a table that cannot be read, or that lacks the text column or a named id column.
     """
     for file in files:
         if file.kind == "text":
@@ -105,8 +112,13 @@ def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) ->
     recorded_id = columns.get(file.id_field)
     has_id = recorded_id is not None and recorded_id != ""
     name = repaired(str(recorded_id) if has_id else default_id)
-    if file.text_field not in columns:
-        reason = f"row {row} has no column {file.text_field!r}; its columns: {', '.join(columns)}"
+    wanted = [file.text_field]
+    if file.id_field != DEFAULT_ID_COLUMN:  # rows of most tables have no id, but the user named one
+        wanted.append(file.id_field)
+    for column in wanted:
+        if column in columns:
+            continue
+        reason = f"row {row} has no column {column!r}; its columns: {', '.join(columns)}"
         if file.kind == "parquet":  # no row of the table has it
             raise InputError(f"{file.url}: {reason}")
         return CorpusDocument(name, problem=reason)

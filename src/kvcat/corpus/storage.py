@@ -1,7 +1,9 @@
 """Where a store keeps its files: a folder, or an address that fsspec opens (``s3://``, ...)."""
 
 import json
+import os
 import tempfile
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -15,6 +17,7 @@ from kvcat.errors import InputError, one_line
 from kvcat.files import append_jsonl, atomic_write, make_folder, one_writer, remove_partial
 
 WRITER_LOCK = ".kvcat.lock"
+_HIDDEN = ".kvcat"
 _SHARD_LOCKS = ".kvcat-shard-*.lock"
 _SECONDS_TO_START = 30.0  # that a shard waits while other shards start
 
@@ -47,6 +50,10 @@ class Storage(ABC):
     @abstractmethod
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
+
+    @abstractmethod
+    def check_writable(self) -> None:
+        """Raise an ``InputError`` if no file can be written; leaves nothing behind."""
 
     @abstractmethod
     def save_cache(self, name: str, cache: CompactCache) -> None:
@@ -119,11 +126,21 @@ class LocalStorage(Storage):
         if not self.root.is_dir():
             return None
         entries = sorted(path.name for path in self.root.iterdir())
-        return next((name for name in entries if not name.startswith(".kvcat")), None)
+        return next((name for name in entries if not name.startswith(_HIDDEN)), None)
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
         (self.root / name).unlink(missing_ok=True)
+
+    def check_writable(self) -> None:
+        """Reject a folder in which, or in whose nearest parent, no file can be written."""
+        folder = self.root
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        if not folder.is_dir():
+            raise InputError(f"store {self.root}: {folder} is no folder")
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise InputError(f"store {self.root}: no permission to write to {folder}")
 
     def save_cache(self, name: str, cache: CompactCache) -> None:
         """Write a cache file, or replace it."""
@@ -221,12 +238,19 @@ class RemoteStorage(Storage):
             except FileNotFoundError:
                 return None
         names = sorted(entry.rstrip("/").rpartition("/")[2] for entry in entries)
-        return names[0] if names else None
+        return next((name for name in names if not name.startswith(_HIDDEN)), None)
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
         with self._connection(f"remove {name} from"), suppress(FileNotFoundError):
             self.filesystem.rm_file(f"{self.root}/{name}")
+
+    def check_writable(self) -> None:
+        """Write a small file and remove it: a missing bucket or wrong key shows here."""
+        path = f"{self.root}/{_HIDDEN}-{uuid.uuid4().hex}"
+        with self._connection("write to"):
+            self.filesystem.pipe_file(path, b"")
+            self.filesystem.rm_file(path)
 
     def save_cache(self, name: str, cache: CompactCache) -> None:
         """Write a cache file, or replace it."""

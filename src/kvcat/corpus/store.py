@@ -131,12 +131,16 @@ class StoreWriter:
         storage: files of the store.
         rows: last row of every document.
         journal: name of the log of this process.
+        fingerprint: of the store's model; None: it is not compared.
     """
 
-    def __init__(self, storage: Storage, rows: dict[str, Row], journal: str) -> None:
+    def __init__(
+        self, storage: Storage, rows: dict[str, Row], journal: str, fingerprint: str | None
+    ) -> None:
         self.storage = storage
         self.rows = rows
         self.journal = journal
+        self._fingerprint = fingerprint
         self._files = frozenset(storage.names(CACHES))
         self._waiting: list[Row] = []
         self._start = time.monotonic()
@@ -146,6 +150,8 @@ class StoreWriter:
         """Whether the store had the cache of this text under this id when it was opened."""
         row = self.rows.get(document.id)
         if row is None or row.error is not None or row.checksum != document.checksum:
+            return False
+        if self._fingerprint not in (None, row.fingerprint):  # a manifest of another store
             return False
         return cache_file(document.id) in self._files
 
@@ -191,7 +197,8 @@ def open_writer(
             _claim(storage, settings)
         # a remote store may have several writers, each with its log
         unique = "" if isinstance(storage, LocalStorage) else f"-{uuid.uuid4().hex[:12]}"
-        writer = StoreWriter(storage, read_rows(storage), f"{JOURNAL}/{name}{unique}.jsonl")
+        journal = f"{JOURNAL}/{name}{unique}.jsonl"
+        writer = StoreWriter(storage, read_rows(storage), journal, settings.get("fingerprint"))
         try:
             yield writer
         finally:
@@ -214,6 +221,7 @@ def check_store(address: str | Path, settings: Mapping[str, Any]) -> None:
         check_same(storage.address, recorded, settings)
     elif storage.occupant() not in (None, JOURNAL):
         _reject_other_files(storage)
+    storage.check_writable()
 
 
 def read_settings(storage: Storage) -> dict[str, Any] | None:

@@ -396,7 +396,8 @@ def _kind(name: str) -> str | None:
 
 def _digest(lines: Iterable[str]) -> str:
     """A hash of some lines."""
-    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:40]
+    content = "\n".join(lines).encode(errors="surrogateescape")  # names of files may be any bytes
+    return hashlib.sha256(content).hexdigest()[:40]
 
 
 def _hub_source(name: str, revision: str | None) -> Source:

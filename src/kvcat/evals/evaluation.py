@@ -146,6 +146,10 @@ class Evaluation:
     dtype: Dtype = "float32"
     data_seed: DataSeed = 0
     batch_size: BatchSize = 8
+    ray: str | None = None
+    """Evaluate on a Ray cluster: its address, or auto. Every worker does some of the batches."""
+    workers: Count | None = None
+    """Number of Ray workers; by default as many as the cluster has devices."""
 
     def make_task(self, tokenizer: Any, value: Any) -> "Task":
         """The task: examples, and their scoring.

@@ -108,7 +108,7 @@ def answer(
         on_text: called with each new piece of text; joined they are the answer's text.
         is_cancelled: ends the answer when it becomes true.
     """
-    stream = _AnswerStream(tokenizer, sampling.stop, on_text)
+    stream = AnswerStream(tokenizer, sampling.stop, on_text)
     ending = _Ending(stream, is_cancelled or (lambda: False))
     torch.manual_seed(sampling.seed)
     settings = sampling.settings()
@@ -162,7 +162,7 @@ def answer_length(
     return min(max_new_tokens, num_positions - num_read)
 
 
-class _AnswerStream(BaseStreamer):
+class AnswerStream(BaseStreamer):
     """Tokens of an answer as they come, their text, and the place of a stop text in it.
 
     Text that may still change is held back: incomplete characters, and beginnings of stop texts.
@@ -186,13 +186,18 @@ class _AnswerStream(BaseStreamer):
         if not self._has_prompt:
             self._has_prompt = True
             return
-        self.ids += value.flatten().tolist()
+        for token in value.flatten().tolist():
+            self.take(token)
+
+    def take(self, token: int) -> None:
+        """Take the next token of the answer."""
+        self.ids.append(token)
         if self.is_stopped:
             return
         new_text = self._new_text()
         if new_text and not new_text.endswith(_REPLACEMENT):
             self._num_decoded = len(self.ids)
-            self._take(new_text, is_last=False)
+            self._add(new_text, is_last=False)
 
     def end(self) -> None:
         """Nothing: ``close`` ends the text."""
@@ -200,7 +205,7 @@ class _AnswerStream(BaseStreamer):
     def close(self) -> None:
         """Take the text that was held back: no token follows."""
         if not self.is_stopped:
-            self._take(self._new_text(), is_last=True)
+            self._add(self._new_text(), is_last=True)
 
     def _new_text(self) -> str:
         """The text of the tokens that are not decoded yet."""
@@ -216,7 +221,7 @@ class _AnswerStream(BaseStreamer):
             )
         )
 
-    def _take(self, new_text: str, *, is_last: bool) -> None:
+    def _add(self, new_text: str, *, is_last: bool) -> None:
         """Add complete text, up to a stop text."""
         waiting = self._waiting + new_text
         places = [waiting.find(stop) for stop in self._stop if stop in waiting]
@@ -243,7 +248,7 @@ class _AnswerStream(BaseStreamer):
 class _Ending(StoppingCriteria):
     """Ends generation at a stop text, or when nobody waits for the answer."""
 
-    def __init__(self, stream: _AnswerStream, is_cancelled: Callable[[], bool]) -> None:
+    def __init__(self, stream: AnswerStream, is_cancelled: Callable[[], bool]) -> None:
         self.was_cancelled = False
         self._stream = stream
         self._is_cancelled = is_cancelled

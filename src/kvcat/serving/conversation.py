@@ -66,6 +66,13 @@ class Conversation:
         self._past = past
         return result
 
+    def reset(self) -> None:
+        """Forget all turns; the document stays."""
+        self.messages = []
+        self._past = None
+        self._held = []
+        self._ids = []
+
     def _answer_ids(self, result: Answer) -> list[int]:
         """The tokens of an answer that later turns see: without a stop text or end-of-text."""
         if result.ids[-1] in end_tokens(self.model):

@@ -1,21 +1,22 @@
-"""One model that answers the requests of many connections in turn, from the caches of a store."""
+"""One model that answers the requests of many connections, from the caches of a store."""
 
-import queue
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, are_comparable, fingerprint
-from kvcat.compress import question_ids
+from kvcat.compress import compose, question_ids
 from kvcat.corpus import Store
 from kvcat.errors import InputError, one_line
-from kvcat.serving.answers import Answer, Sampling, answer, answer_length
+from kvcat.serving.answers import Answer, Sampling, answer_length
+from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
 from kvcat.serving.requests import chat_ids
 
 
@@ -24,13 +25,13 @@ class Question:
     """What a client asks.
 
     Args:
-        document: id of a document in the store.
+        documents: ids of documents in the store, one behind the other.
         content: a prompt, which is one text, or the messages of a conversation.
         is_chat: whether the content is messages.
         sampling: how to decode.
     """
 
-    document: str
+    documents: tuple[str, ...]
     content: Any
     is_chat: bool
     sampling: Sampling
@@ -75,6 +76,7 @@ class Ticket:
     question: Question
     on_event: Callable[[Any], None]
     is_cancelled: threading.Event = field(default_factory=threading.Event)
+    is_answered: bool = False
 
     def cancel(self) -> None:
         """End the answer: nobody waits for it."""
@@ -87,45 +89,60 @@ class CacheMemory:
     Args:
         store: the caches.
         most_bytes: bytes of all caches in memory; a larger cache is used and not kept.
-        device: of the caches.
+        model: the model of the store, on the device of the caches.
     """
 
-    def __init__(self, store: Store, most_bytes: int, device: torch.device) -> None:
+    def __init__(self, store: Store, most_bytes: int, model: PreTrainedModel) -> None:
         self.store = store
         self.num_bytes = 0
         self.num_hits = 0
         self.num_loads = 0
         self._most_bytes = most_bytes
-        self._device = device
-        self._caches: OrderedDict[tuple[str, str], CompactCache] = OrderedDict()
+        self._model = model
+        self._caches: OrderedDict[tuple[tuple[str, str], ...], CompactCache] = OrderedDict()
 
-    def find(self, id: str) -> CompactCache:
-        """The cache of a document.
+    def find(self, ids: Sequence[str]) -> CompactCache:
+        """The cache of a document, or of several documents one behind the other.
 
         Raises:
-            RequestError: no such document, or a damaged file.
+            RequestError: no such document, a damaged file, or documents that cannot be composed.
         """
+        key = tuple((id, self._checksum(id)) for id in ids)
+        if key in self._caches:
+            self.num_hits += 1
+            self._caches.move_to_end(key)
+            return self._caches[key]
+        if len(ids) == 1:
+            cache = self._load(ids[0])
+        else:
+            try:
+                cache = compose(self._model, [self.find([id]) for id in ids])
+            except InputError as error:
+                raise RequestError(400, f"these documents cannot be joined: {error}") from None
+        self._keep(key, cache)
+        return cache
+
+    def _checksum(self, id: str) -> str:
+        """The checksum of a document's text."""
         try:
             row = self.store.row(id)
         except InputError:
             raise RequestError(404, f"no document {id[:80]!r}") from None
         if row.error is not None:
             raise RequestError(404, f"document {id[:80]!r} has no cache: {row.error}")
-        key = (id, row.checksum)
-        if key in self._caches:
-            self.num_hits += 1
-            self._caches.move_to_end(key)
-            return self._caches[key]
+        return row.checksum
+
+    def _load(self, id: str) -> CompactCache:
+        """The cache of a document from the store."""
         try:
-            cache = self.store[id].to(self._device)
+            cache = self.store[id].to(self._model.device)
         except InputError as error:  # a client need not know where the store is
             reason = str(error).replace(self.store.address, "the store")
             raise RequestError(500, f"document {id[:80]!r}: {reason}") from None
         self.num_loads += 1
-        self._keep(key, cache)
         return cache
 
-    def _keep(self, key: tuple[str, str], cache: CompactCache) -> None:
+    def _keep(self, key: tuple[tuple[str, str], ...], cache: CompactCache) -> None:
         """Hold a cache, and drop those that were not used for the longest time."""
         if cache.nbytes > self._most_bytes:
             return
@@ -137,7 +154,9 @@ class CacheMemory:
 
 
 class Engine:
-    """A thread that owns the model and answers one question after another.
+    """A thread that owns the model and answers questions.
+
+    Waiting questions on the same documents are answered in one batch, the others one after another.
 
     Args:
         model, tokenizer: those of the store.
@@ -165,25 +184,27 @@ class Engine:
                 f"store {store.address} belongs to another model: its fingerprint is {known[:12]}, "
                 f"the model's {mine[:12]}"
             )
-        self.memory = CacheMemory(store, cache_bytes, model.device)
+        self.memory = CacheMemory(store, cache_bytes, model)
         self.num_answers = 0
+        self.num_batches = 0
         self.num_errors = 0
         self.num_prompt_tokens = 0
         self.num_answer_tokens = 0
         self.busy_seconds = 0.0
         self._model = model
         self._tokenizer = tokenizer
-        self._waiting: queue.Queue[Ticket | None] = queue.Queue()
+        self._waiting: deque[Ticket] = deque()
+        self._changed = threading.Condition()  # guards what waits
         self._most_waiting = most_waiting
         self._is_closed = threading.Event()
-        self._current: Ticket | None = None
+        self._current: list[Ticket] = []
         self._thread = threading.Thread(target=self._work, name="kvcat-model", daemon=True)
         self._thread.start()
 
     @property
     def num_waiting(self) -> int:
         """Questions that wait for the model."""
-        return self._waiting.qsize()
+        return len(self._waiting)
 
     @property
     def is_alive(self) -> bool:
@@ -196,71 +217,126 @@ class Engine:
         Raises:
             RequestError: too many questions wait, or the engine is closed.
         """
-        if self._is_closed.is_set():
-            raise RequestError(503, "the server is shutting down")
-        if self.num_waiting >= self._most_waiting:
-            raise RequestError(
-                429, f"{self.num_waiting} requests wait already, the most that may: try again later"
-            )
-        self._waiting.put(ticket)
+        with self._changed:
+            if self._is_closed.is_set():
+                raise RequestError(503, "the server is shutting down")
+            if self.num_waiting >= self._most_waiting:
+                raise RequestError(
+                    429,
+                    f"{self.num_waiting} requests wait already, the most that may: try again later",
+                )
+            self._waiting.append(ticket)
+            self._changed.notify()
 
     def close(self) -> None:
-        """End the current answer, reject all that wait, and wait for the thread."""
-        self._is_closed.set()
-        current = self._current
-        if current is not None:
-            current.cancel()
-        self._waiting.put(None)
+        """End the current answers, reject all that wait, and wait for the thread."""
+        with self._changed:
+            self._is_closed.set()
+            for ticket in self._current:
+                ticket.cancel()
+            self._changed.notify()
         self._thread.join()
 
     def _work(self) -> None:
         while True:
-            ticket = self._waiting.get()
-            if ticket is None:
-                return
-            if self._is_closed.is_set():
-                ticket.on_event(RequestError(503, "the server is shutting down"))
-            elif not ticket.is_cancelled.is_set():
-                self._serve(ticket)
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._is_closed.is_set())
+                if self._is_closed.is_set():
+                    break
+                self._current = self._next_tickets()
+            start = time.monotonic()
+            self._serve(self._current)
+            self.busy_seconds += time.monotonic() - start
+            self._current = []
+        for ticket in self._waiting:
+            ticket.on_event(RequestError(503, "the server is shutting down"))
 
-    def _serve(self, ticket: Ticket) -> None:
-        """Answer one question; whatever happens becomes an event."""
-        start = time.monotonic()
-        self._current = ticket
+    def _next_tickets(self) -> list[Ticket]:
+        """The question that waited longest, with others on the same documents."""
+        first = self._waiting.popleft()
+        others = [
+            ticket
+            for ticket in self._waiting
+            if ticket.question.documents == first.question.documents
+        ]
+        tickets = [first, *others[: BATCH_ROWS - 1]]
+        for ticket in tickets[1:]:
+            self._waiting.remove(ticket)
+        return tickets
+
+    def _serve(self, tickets: Sequence[Ticket]) -> None:
+        """Answer questions on the same documents; whatever happens becomes an event of each."""
+        with self._errors_of(tickets):
+            self._answer(tickets, self.memory.find(tickets[0].question.documents))
+
+    def _answer(self, tickets: Sequence[Ticket], cache: CompactCache) -> None:
+        """Answer questions on the documents of a cache, as many at once as fit in a batch."""
+        rows = []
+        for ticket in tickets:
+            if not ticket.is_cancelled.is_set():
+                with self._errors_of([ticket]):
+                    rows.append(self._row(ticket, cache))
+        while rows:
+            count = batch_size(self._model, cache, [row.question for row in rows])
+            batch = rows[:count]
+            rows = rows[count:]
+            self.num_batches += 1
+            with self._errors_of([row.ticket for row in batch]):
+                questions = [row.question for row in batch]
+                answer_batch(self._model, self._tokenizer, cache, questions)
+
+    @contextmanager
+    def _errors_of(self, tickets: Sequence[Ticket]) -> Iterator[None]:
+        """A block whose errors become an event of every question that has no answer yet."""
         try:
-            result: Any = self._answer(ticket)
-            self.num_answers += 1
+            yield
+            return
         except RequestError as error:
             result = error
         except InputError as error:
             result = RequestError(400, str(error))
         except Exception as error:  # the server must live on
             result = RequestError(500, f"the model failed: {one_line(error)}")
-        if isinstance(result, RequestError):
-            self.num_errors += 1
-        self._current = None
-        self.busy_seconds += time.monotonic() - start
-        ticket.on_event(result)
+        for ticket in tickets:
+            if not ticket.is_answered:
+                self.num_errors += 1
+                ticket.is_answered = True
+                ticket.on_event(result)
 
-    def _answer(self, ticket: Ticket) -> tuple[Answer, Usage]:
+    def _row(self, ticket: Ticket, cache: CompactCache) -> "_TicketRow":
+        """A question as a row of a batch."""
         question = ticket.question
-        cache = self.memory.find(question.document)
         if question.is_chat:
             is_chat = cache.metadata.get("chat") == "yes"
             ids = torch.tensor([chat_ids(self._tokenizer, question.content, chat=is_chat)])
         else:
             ids = question_ids(self._tokenizer, question.content, cache=cache)
-        ids = ids.to(self._model.device)
-        length = answer_length(self._model, cache, ids, question.sampling.max_new_tokens)
-        result = answer(
-            self._model,
-            self._tokenizer,
-            cache.inputs(self._model, ids),
-            replace(question.sampling, max_new_tokens=length),
+        sampling = question.sampling
+        length = answer_length(
+            self._model, cache, ids.to(self._model.device), sampling.max_new_tokens
+        )
+        num_ids = ids.shape[1]
+
+        def on_answer(result: Answer) -> None:
+            usage = Usage(cache.num_tokens, num_ids, len(result.ids))
+            self.num_answers += 1
+            self.num_prompt_tokens += usage.prompt_tokens
+            self.num_answer_tokens += usage.answer_tokens
+            ticket.is_answered = True
+            ticket.on_event((result, usage))
+
+        row = BatchQuestion(
+            ids[0].tolist(),
+            replace(sampling, max_new_tokens=length),
             on_text=ticket.on_event,
+            on_answer=on_answer,
             is_cancelled=ticket.is_cancelled.is_set,
         )
-        usage = Usage(cache.num_tokens, ids.shape[1], len(result.ids))
-        self.num_prompt_tokens += usage.prompt_tokens
-        self.num_answer_tokens += usage.answer_tokens
-        return result, usage
+        return _TicketRow(ticket, row)
+
+
+class _TicketRow(NamedTuple):
+    """A question of a client as a row of a batch."""
+
+    ticket: Ticket
+    question: BatchQuestion

@@ -12,7 +12,9 @@ from kvcat.serving.answers import Sampling
 from kvcat.serving.engine import Question, RequestError, Usage
 
 FIELD = "kvcat"
-"""The field of a request that names its document."""
+"""The field of a request that names its documents."""
+MOST_DOCUMENTS = 16
+"""Most documents of a request."""
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "store", "stream_options", "user"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),
@@ -61,7 +63,7 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_tokens: int) -
     if not is_chat and not isinstance(content, str):
         raise RequestError(400, "prompt must be one text")
     question = Question(
-        _document(fields.get(FIELD)), content, is_chat, _sampling(fields, most_tokens)
+        _documents(fields.get(FIELD)), content, is_chat, _sampling(fields, most_tokens)
     )
     options = fields.get("stream_options", {})
     return {
@@ -82,15 +84,17 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             raise RequestError(400, f"{name} is not supported with the value {str(value)[:80]}")
 
 
-def _document(value: object) -> str:
-    """The document that a request names: its id, or a list of one id."""
-    if isinstance(value, list):
-        if len(value) != 1:
-            raise RequestError(400, f"{FIELD} names {len(value)} documents; it must be one")
-        value = value[0]
-    if not isinstance(value, str):
-        raise RequestError(400, f"the field {FIELD} must name a document by its id")
-    return value
+def _documents(value: object) -> tuple[str, ...]:
+    """The documents that a request names: an id, or a list of ids."""
+    named = value if isinstance(value, list) else [value]
+    ids = tuple(id for id in named if isinstance(id, str))
+    if not ids or len(ids) < len(named):
+        raise RequestError(
+            400, f"the field {FIELD} must name a document by its id, or several by a list of ids"
+        )
+    if len(ids) > MOST_DOCUMENTS:
+        raise RequestError(400, f"{FIELD} names {len(ids)} documents; at most {MOST_DOCUMENTS}")
+    return ids
 
 
 def _sampling(fields: Mapping[str, Any], most_tokens: int) -> Sampling:
@@ -112,7 +116,7 @@ def _sampling(fields: Mapping[str, Any], most_tokens: int) -> Sampling:
             stop=tuple(stops),
             seed=random.SystemRandom().randrange(2**63) if seed is None else seed,
         )
-    except InputError as error:
+    except (InputError, OverflowError) as error:  # a whole number too large for a float
         raise RequestError(400, str(error)) from None
 
 

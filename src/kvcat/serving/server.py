@@ -16,12 +16,14 @@ try:
     import uvicorn
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+    from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise InputError(
         f"kvcat serve needs FastAPI and uvicorn: pip install 'kvcat[serve]' ({error})"
     ) from None
 
 _SECONDS_BETWEEN_CHECKS = 1.0  # whether a client still waits
+_SECONDS_TO_SEND = 60  # for a client, its request
 _SECONDS_TO_SHUT_DOWN = 5
 
 
@@ -159,6 +161,7 @@ def metrics_text(engine: Engine) -> str:
     memory = engine.memory
     counters = {
         "answers": engine.num_answers,
+        "batches": engine.num_batches,
         "errors": engine.num_errors,
         "prompt_tokens": engine.num_prompt_tokens,
         "answer_tokens": engine.num_answer_tokens,
@@ -180,12 +183,18 @@ def metrics_text(engine: Engine) -> str:
 
 
 async def _read_body(request: Request, most_bytes: int) -> bytes:
-    """The body of a request; ``RequestError`` once it is too long."""
+    """The body of a request; ``RequestError`` once it is too long or too slow."""
     body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > most_bytes:
-            raise RequestError(413, f"the request is longer than {most_bytes} bytes")
+    try:
+        async with asyncio.timeout(_SECONDS_TO_SEND):
+            async for piece in request.stream():
+                body += piece
+                if len(body) > most_bytes:
+                    raise RequestError(413, f"the request is longer than {most_bytes} bytes")
+    except TimeoutError:
+        raise RequestError(408, f"the request took longer than {_SECONDS_TO_SEND} s") from None
+    except ClientDisconnect:
+        raise RequestError(499, "the client is gone") from None
     return bytes(body)
 
 
