@@ -1,12 +1,11 @@
-"""A corpus on one and two workers of Ray against the plain command: documents an hour, cost.
+"""A corpus on one and two workers of Ray against the plain command: documents an hour.
 
     pip install 'kvcat[ray]'
     python benchmarks/corpus_ray.py --documents 60
 
 It starts a cluster of two processors on this machine, with workers of ordinary priority. Documents
-an hour are counted without the start, where every process imports its packages and loads the model;
-they mean something on a machine without other work. The cost of the engine is the time of the
-workers' tasks outside of the compression, as Ray Data logs it; other programs slow down both.
+an hour of the plain command are counted after its start; those of Ray include the start of its
+actors, which load the model. They mean something on a machine without other work alone.
 """
 
 import argparse
@@ -22,8 +21,6 @@ from pathlib import Path
 import kvcat
 from corpus import texts_of
 
-LOGS = Path("/tmp/ray/session_latest/logs/ray-data")
-
 
 def start_cluster():
     """A cluster of two processors, as a process that runs until it is ended."""
@@ -38,7 +35,7 @@ def start_cluster():
 
 
 def run(model, corpus, store, num_workers):
-    """Documents an hour, after the start, and seconds of the whole command."""
+    """Documents an hour, and seconds of the whole command."""
     words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
     if num_workers:
         words += ["--ray", "auto", "--workers", str(num_workers)]
@@ -53,14 +50,6 @@ def run(model, corpus, store, num_workers):
     return 60 * a_minute, seconds
 
 
-def engine_cost():
-    """The share of the workers' task time that was not compression, of the last data set."""
-    log = max(LOGS.glob("*.log"), key=lambda path: path.stat().st_mtime).read_text()
-    compression = re.findall(r"'function_body_time_s': ([\d.]+)", log)[-1]
-    tasks = re.findall(r"'task_worker_completion_time_s': ([\d.]+)", log)[-1]
-    return float(tasks) / float(compression) - 1
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="kvcat-base")
@@ -71,7 +60,7 @@ def main():
     _, tokenizer = kvcat.load(options.model)
     texts = texts_of(tokenizer, options.data, options.documents, options.tokens)
     print(f"{options.documents} documents of about {options.tokens} tokens on {options.model}")
-    print("engine            documents an hour  whole command, s  cost of the engine")
+    print("engine            documents an hour  whole command, s")
     cluster = start_cluster()
     try:
         with tempfile.TemporaryDirectory() as name:
@@ -82,8 +71,7 @@ def main():
             for num_workers in (0, 1, 2):
                 rate, seconds = run(options.model, corpus, folder / str(num_workers), num_workers)
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
-                cost = f"{engine_cost():.1%}" if num_workers else "-"
-                print(f"{label:15s} {rate:19,.0f} {seconds:17.0f} {cost:>19s}", flush=True)
+                print(f"{label:15s} {rate:19,.0f} {seconds:17.0f}", flush=True)
     finally:
         cluster.terminate()
         cluster.wait()
