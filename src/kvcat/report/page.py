@@ -37,6 +37,7 @@ def write_report(
     *,
     title: str = "KV cache compression",
     runs: Mapping[str, Path] | None = None,
+    answers: Mapping[str, str] | None = None,
     context: Mapping[str, Any] | None = None,
     paper_model: str | None = None,
     num_resamples: int = 10_000,
@@ -51,6 +52,7 @@ def write_report(
         out_dir: folder of the report; files of an earlier report are replaced.
         title: title of the page.
         runs: training run by model label, for the training diagnostics.
+        answers: answers by question, shown at the top of the page.
         context: further facts to show about the runs.
         paper_model: the paper's model that ours correspond to; its figures are then in the tables.
         num_resamples: number of bootstrap resamples.
@@ -80,7 +82,8 @@ def write_report(
     target = out_dir / "report.html"
     facts = {str(name): str(value) for name, value in (context or {}).items()}
     with atomic_write(target) as partial:
-        partial.write_text(_render(title, sections, training, facts), encoding="utf-8")
+        content = _render(title, sections, training, facts, dict(answers or {}))
+        partial.write_text(content, encoding="utf-8")
     return target
 
 
@@ -293,6 +296,7 @@ def _render(
     sections: Sequence[Section],
     training: DrawnPlot | None,
     context: Mapping[str, str],
+    answers: Mapping[str, str],
 ) -> str:
     """The HTML of the page, which loads nothing from other places."""
     environment = Environment(
@@ -305,7 +309,12 @@ def _render(
     used = {name for section in sections for name in section.results.metrics}
     metrics = {metric.label: metric for name, metric in METRICS.items() if name in used}
     return environment.get_template("page.html").render(
-        title=title, sections=sections, training=training, context=context, metrics=metrics
+        title=title,
+        sections=sections,
+        training=training,
+        context=context,
+        answers=answers,
+        metrics=metrics,
     )
 
 
