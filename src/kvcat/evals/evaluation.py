@@ -35,6 +35,8 @@ class ReportFacts:
         stratum_name: name for one stratum, such as "task".
         plotted_metrics: metrics that are plotted against the slots kept; empty: the first two
             metrics, if they have the same unit.
+        method_metrics: metrics by which the methods are plotted if there is one model; empty: as
+            plotted_metrics.
         reported_steps: gradient steps that tables show in addition to the last one.
         step_metrics: metrics that are plotted against gradient steps; empty: the deciding one.
         averages: averages over strata that are reported: by name, the strata.
@@ -47,6 +49,7 @@ class ReportFacts:
     example_name: str = "example"
     stratum_name: str = "stratum"
     plotted_metrics: tuple[str, ...] = ()
+    method_metrics: tuple[str, ...] = ()
     reported_steps: tuple[int, ...] = ()
     step_metrics: tuple[str, ...] = ()
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

@@ -71,12 +71,12 @@ STANDARD = DemoPlan(
     name="standard",
     methods=("attention-matching", "h2o", "snapkv", "streaming", "keynorm"),
     num_windows=32,
-    max_steps=240,
+    max_steps=160,
     batch_size=4,
-    seq_len=1024,
-    num_validations=6,
+    seq_len=512,
+    num_validations=4,
     trained_methods=("attention-matching", "snapkv"),
-    trained_windows=32,
+    trained_windows=24,
 )
 FULL = DemoPlan(
     name="full",

@@ -166,14 +166,18 @@ def headline_plot(results: Results) -> Plot:
     rows = whole[whole["final"]]
     panels = []
     if len(results.models) == 1:
+        recorded = set(results.metrics)
+        chosen = [name for name in results.evaluation.method_metrics if name in recorded]
         panels += [
             (METRICS[name].label, partial(_draw_methods, rows, name, results))
-            for name in _plotted(results)
+            for name in chosen or _plotted(results)
         ]
     else:
         name = _plotted(results)[0]
         for model in results.models:
             of_model = rows[rows["model"] == model]
+            if of_model.empty:
+                continue
             title = f"{METRICS[name].label}, {model}"
             panels.append((title, partial(_draw_methods, of_model, name, results)))
     title = "Methods against the share of slots kept"
