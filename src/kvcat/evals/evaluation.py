@@ -180,16 +180,16 @@ class CompressingEvaluation(Evaluation):
     """Default fractions of the slots that caches keep."""
 
     method: Strings = ()
-    """Methods: NAME or NAME,option=value,... (docs/compress.md); default: attention-matching."""
+    """Methods: NAME or NAME,option=value,... (docs/compress.md); by default attention-matching."""
     keep: Fractions = ()
     """Fractions of the slots to KEEP, each in (0, 1]."""
     seed: Seeds = ()
-    """Seeds of randomised compressors; the report averages over them. Default: 0."""
+    """Seeds of randomised compressors; the report averages over them; by default 0."""
     primary: Annotated[
         tuple[str, float, str] | None,
-        tyro.conf.arg(metavar="METHOD KEEP METRIC"),
+        tyro.conf.arg(metavar="METHOD KEEP METRIC", help_behavior_hint=""),
     ] = None
-    """Primary cell, such as attention-matching 0.1 nll; default: first method, keep and metric."""
+    """Primary cell, such as attention-matching 0.1 nll; by default the first of each."""
     speed: bool = False
     """Also time answers: seconds to the first token, and tokens per second after it."""
 
