@@ -29,7 +29,9 @@ def make_environment(folder: Path, *packages: str) -> Path:
     """The interpreter of a new environment with these packages."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-compile", *packages], check=True
+    )
     return python
 
 
@@ -104,7 +106,9 @@ def try_readme(folder: Path, wheel: Path) -> None:
     """Run the commands of README.md on the small model, with the extra that they need."""
     binaries = folder / "bare" / "bin"
     requirement = f"kvcat[report] @ {wheel.as_uri()}"
-    subprocess.run([binaries / "pip", "install", "--quiet", requirement], check=True)
+    subprocess.run(
+        [binaries / "pip", "install", "--quiet", "--no-compile", requirement], check=True
+    )
     work = folder / "work"
     work.mkdir()
     (work / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
