@@ -110,7 +110,7 @@ def turn_parts(tokenizer: PreTrainedTokenizerBase, context: str) -> tuple[str, s
 
 def folder_name(model: str, method: str, ratio: float, options: argparse.Namespace) -> str:
     """The name of a result folder, as in kvpress' ``get_results_dir``."""
-    parts = [
+    pieces = [
         options.dataset,
         options.data_dir or "",
         model.replace("/", "--"),
@@ -118,17 +118,19 @@ def folder_name(model: str, method: str, ratio: float, options: argparse.Namespa
         f"{ratio:.2f}",
     ]
     if options.fraction < 1.0:
-        parts.append(f"fraction{options.fraction:.3f}")
+        pieces.append(f"fraction{options.fraction:.3f}")
     if options.max_context_length is not None:
-        parts.append(f"max_context{options.max_context_length}")
-    return "__".join(filter(None, parts))
+        pieces.append(f"max_context{options.max_context_length}")
+    return "__".join(filter(None, pieces))
 
 
 def contains_score(task: str, answer: str, references: Sequence[str]) -> float:
     """The score of an answer in [0, 1]: the share of references that it contains; any, for qa."""
     text = _CONTROL_CHARACTERS.sub("", answer.strip()).strip().lower()
-    found = [reference.lower() in text for reference in references]
-    return float(any(found)) if task.split("_")[0] == "qa" else sum(found) / len(found)
+    contained = [reference.lower() in text for reference in references]
+    if task.split("_")[0] == "qa":
+        return float(any(contained))
+    return sum(contained) / len(contained)
 
 
 def task_scores(frame: pd.DataFrame) -> dict[str, dict[str, float]]:
