@@ -76,7 +76,7 @@ STANDARD = DemoPlan(
     seq_len=512,
     num_validations=4,
     trained_methods=("attention-matching", "snapkv"),
-    trained_windows=24,
+    trained_windows=12,
 )
 FULL = DemoPlan(
     name="full",
