@@ -20,8 +20,8 @@ TARGET = ROOT / "docs" / "demo"
 ABOUT = (
     "What `make demo` finds on `kvcat-base`, the model of a million parameters that comes with the "
     "package and knows Python sources only. kvcat {kvcat}, torch {torch}, transformers "
-    "{transformers}, {cpu}, {date}; [provenance.jsonl](provenance.jsonl) has the rest. Every figure is in "
-    "[quality](quality.md) and [differences](differences.md)."
+    "{transformers}, {cpu}, {date}; [provenance.jsonl](provenance.jsonl) has the rest. Every "
+    "figure is in [quality](quality.md) and [differences](differences.md)."
 )
 COMPRESSION = (
     "Caches of {prefix_len} tokens of held-out Python source, made from these tokens alone and "
@@ -32,8 +32,8 @@ TRAINING = (
     "tokens, fitted to the {suffix_len} tokens that follow and scored on them, as in the paper."
 )
 NO_TRAINING = (
-    "The training part of this demo was stopped before its end, so there is nothing to compare here. "
-    "What training gains and costs on a real model: [results](../results.md)."
+    "The training part of this demo was stopped before its end, so there is nothing to compare "
+    "here. What training gains and costs on a real model: [results](../results.md)."
 )
 
 
