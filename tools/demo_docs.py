@@ -105,11 +105,11 @@ def main() -> None:
             differences = tables(report, "differences-*.md")
             events += training.events
     (TARGET / "index.md").write_text("\n".join(page), encoding="utf-8")
-    for file, title, parts in (
+    for file, title, texts in (
         ("quality.md", "every figure", quality),
         ("differences.md", "differences between models", differences),
     ):
-        text = "\n".join([f"# The demo: {title}\n", *parts])
+        text = "\n".join([f"# The demo: {title}\n", *texts])
         (TARGET / file).write_text(text, encoding="utf-8")
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (TARGET / "provenance.jsonl").write_text(lines, encoding="utf-8")
