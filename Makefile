@@ -4,12 +4,12 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions test-python docs release-check golden check pre-commit setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
 
-demo: setup ## train KV-CAT and its control, compress, write out/demo/report/report.html
+demo: setup ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
 
-demo-quick: setup ## the same in about a minute, too short to judge
+demo-quick: setup ## the same in less than a minute, too short to judge training
 	$(BIN)/kvcat demo --quick
 
 demo-real: smollm2 ## a document in half, a quarter and a tenth of its slots on SmolLM2-135M: five questions, dense beside compact
@@ -77,6 +77,9 @@ FAST := tests/attention tests/cache tests/data tests/losses tests/models tests/p
 
 test-python: setup ## sources compiled, and fast tests run, with other Pythons (PYTHON_VERSIONS="3.12 3.13")
 	$(BIN)/python tools/test_python.py $(PYTHON_VERSIONS) --torch "$(TORCH)" --tests $(FAST)
+
+notebook: setup ## examples/tour.ipynb, executed from the first cell to the last
+	$(BIN)/python -m pytest -q -m slow tests/test_notebook.py
 
 docs: setup ## the documentation site in out/site; a broken link is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet

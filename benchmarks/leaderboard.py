@@ -5,9 +5,9 @@
 
 A method is added with --add METHOD; what is measured already is not measured again. The figures are
 those of ``quality.py`` (a document alone: a cache that is made from a prefix without knowing what
-follows) and of ``questions.py``, whose records stay in --out. Methods that are fitted to queries
-use a repetition of the document, as ``kvcat compress`` does. A method of another package works
-here as soon as the package is installed (docs/extend.md).
+follows), of ``questions.py`` and, with --tools, of ``kvcat eval tools``; the records stay in --out.
+Methods that are fitted to queries use a repetition of the document, as ``kvcat compress`` does. A
+method of another package works here as soon as the package is installed (docs/extend.md).
 """
 
 import argparse
@@ -22,6 +22,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
+from leaderboard_tools import measure_tool_calls, tool_calls_section
 from named_models import add_model_option, parse_models
 from peers import LEARNING
 from quality import table
@@ -66,6 +67,10 @@ def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
     for some_methods, way in ((learning, WAY), (others, "suffix")):
         if some_methods:
             run("quality.py", *shared, *quality, "--ways", way, "--methods", *some_methods)
+    if options.tools:
+        cases, functions = options.tools
+        models = parse_models(options.model)
+        measure_tool_calls(models, methods, KEEPS, options.out, cases=cases, functions=functions)
     if not any(options.documents):
         return
     conditions = list(map(condition_of, methods))
@@ -129,7 +134,9 @@ def answers(records: list[dict], condition: str, keep: float) -> str:
     return share(pd.DataFrame(rows)) if rows else ""
 
 
-def section(label: str, quality: list[dict], asked: list[dict], methods: dict[str, str]) -> str:
+def section(
+    label: str, quality: list[dict], asked: list[dict], methods: dict[str, str], out: Path
+) -> str:
     """The tables of one model."""
     by_window = losses(quality, list(methods))
     kl = estimates(by_window).set_index(["method", "keep"])
@@ -158,7 +165,14 @@ def section(label: str, quality: list[dict], asked: list[dict], methods: dict[st
         seconds, share_of_bytes = cost.loc[method]
         cells += [f"{seconds:.1f}", f"{100 * share_of_bytes:.1f} %"]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join([*lines, *(questions_table(asked, methods) if asked else [])])
+    if asked:
+        lines += questions_table(asked, methods)
+    sentence, table_lines = tool_calls_section(out, label, methods, KEEPS)
+    if sentence:
+        lines += ["", wrapped(sentence)]
+    if table_lines:
+        lines += ["", *table_lines]
+    return "\n".join(lines)
 
 
 def whole_documents(asked: list[dict], methods: dict[str, str]) -> list[dict]:
@@ -254,11 +268,13 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
             [record for record in quality if record["model"] == label],
             [record for record in asked if record["model"] == label],
             methods,
+            options.out,
         )
         for label in labels
     ]
     data = " ".join(f"{source.partition('=')[0]}=..." for source in options.data)
     documents = " ".join(map(str, options.documents))
+    tools = f" --tools {options.tools[0]} {options.tools[1]}" if options.tools else ""
     about = (
         "with `--add METHOD` for one more method. Seconds are processor seconds of one thread for "
         "the four caches of a prefix, which share work, without the forward pass before. Bytes are "
@@ -276,7 +292,7 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
             f"python benchmarks/leaderboard.py --model {' '.join(labels)} \\",
             f"  --data {data} \\",
             f"  --half {options.half} --windows {options.windows} "
-            f"--per-document {options.per_document} --documents {documents} \\",
+            f"--per-document {options.per_document} --documents {documents}{tools} \\",
             "  --out OUT --page docs/leaderboard.md --plot docs/quality.png",
             "```",
             "",
@@ -299,6 +315,13 @@ def main() -> None:
     parser.add_argument("--add", nargs="+", default=[], metavar="METHOD", help="further methods")
     parser.add_argument(
         "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="with questions"
+    )
+    parser.add_argument(
+        "--tools",
+        type=int,
+        nargs=2,
+        metavar=("CASES", "FUNCTIONS"),
+        help="also measure tool calls: number of contexts, and of functions in each",
     )
     parser.add_argument("--note", default="", help="a sentence for the page")
     parser.add_argument("--only-write", action="store_true", help="measure nothing")

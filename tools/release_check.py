@@ -1,11 +1,14 @@
 """Build the package and try it as a new user: python tools/release_check.py.
 
 Builds sdist and wheel, checks their metadata and contents, installs the wheel without extras into
-an empty environment, and runs there the commands that the core offers. Nothing is uploaded.
+an empty environment, and runs there the commands that the core offers. Then adds the extra
+"report" and runs the commands of README.md that need nothing else. Nothing is uploaded.
 """
 
 import argparse
 import email
+import re
+import shlex
 import subprocess
 import sys
 import tarfile
@@ -17,6 +20,8 @@ ROOT = Path(__file__).parent.parent
 OPTIONAL = ("datasets", "matplotlib", "pandas", "pyarrow", "scipy")
 WITHOUT_EXTRAS = "import importlib.util, sys; sys.exit(any(map(importlib.util.find_spec, {names})))"
 LARGEST_SDIST = 5_000_000
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BUILD_TOOLS = ("build", "hatchling", "twine")
 
 
@@ -24,7 +29,9 @@ def make_environment(folder: Path, *packages: str) -> Path:
     """The interpreter of a new environment with these packages."""
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    subprocess.run(
+        [python, "-m", "pip", "install", "--quiet", "--no-compile", *packages], check=True
+    )
     return python
 
 
@@ -53,6 +60,10 @@ def check_contents(sdist: Path, wheel: Path) -> None:
         sys.exit(f"CITATION.cff does not have version {version}")
     if f"\n## {version}" not in changelog:
         sys.exit(f"CHANGELOG.md has no section for version {version}")
+    readme = str(metadata.get_payload())
+    dead = [target for target in _LINK.findall(readme) if ":" not in target and target[0] != "#"]
+    if len(readme) < 1000 or dead:
+        sys.exit(f"the readme of the package is missing or has relative links: {dead}")
     with tarfile.open(sdist) as archive:
         results = [name for name in archive.getnames() if "/docs/" in name or "/out/" in name]
     if results:
@@ -91,6 +102,29 @@ def try_core(folder: Path, wheel: Path, torch: str) -> None:
     print(message)
 
 
+def try_readme(folder: Path, wheel: Path) -> None:
+    """Run the commands of README.md on the small model, with the extra that they need."""
+    binaries = folder / "bare" / "bin"
+    requirement = f"kvcat[report] @ {wheel.as_uri()}"
+    subprocess.run(
+        [binaries / "pip", "install", "--quiet", "--no-compile", requirement], check=True
+    )
+    work = folder / "work"
+    work.mkdir()
+    (work / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    lines = [line for block in _SHELL.findall(readme) for line in block.splitlines()]
+    commands = [line for line in lines if line.startswith("kvcat ")]
+    if not commands:
+        sys.exit("README.md has no commands for the shell")
+    for command in commands:
+        print(f"$ {command}", flush=True)
+        name, *arguments = shlex.split(command)
+        subprocess.run([binaries / name, *arguments], check=True, cwd=work)
+    if not (work / "report" / "report.html").exists():
+        sys.exit("the commands of README.md wrote no report")
+
+
 def main() -> None:
     """Stop with the first failure."""
     parser = argparse.ArgumentParser(
@@ -103,6 +137,7 @@ def main() -> None:
         sdist, wheel = build(folder)
         check_contents(sdist, wheel)
         try_core(folder, wheel, torch)
+        try_readme(folder, wheel)
     print("the package can be released")
 
 

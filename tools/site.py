@@ -4,6 +4,7 @@ Links between files of the repository become links between pages. A link to a fi
 such as a script, becomes the plain path.
 """
 
+import json
 import posixpath
 import re
 from pathlib import Path
@@ -21,6 +22,8 @@ PAGES = {
     "changelog.md": "CHANGELOG.md",
 }
 """Pages of the site by their name there, and the files that they are made from."""
+NOTEBOOKS = {"tour.md": "examples/tour.ipynb"}
+"""The same for notebooks."""
 _NAMES = {source: page for page, source in PAGES.items()}
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
@@ -32,13 +35,37 @@ def on_files(files: Files, *, config: Any) -> Files:
     for page, source in PAGES.items():
         content = (ROOT / source).read_text(encoding="utf-8")
         files.append(File.generated(config, page, content=content))
+    for page, source in NOTEBOOKS.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        content = notebook_page(json.loads(text), source)
+        files.append(File.generated(config, page, content=content))
     return files
+
+
+def notebook_page(notebook: dict[str, Any], source: str) -> str:
+    """A notebook as Markdown: its texts, its code, and what the code printed and drew."""
+    pieces = []
+    for cell in notebook["cells"]:
+        text = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            pieces.append(text)
+            continue
+        pieces.append(f"```python\n{text}\n```")
+        for output in cell["outputs"]:
+            if "text" in output:
+                pieces.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            picture = output.get("data", {}).get("image/png", "").strip()
+            if picture:
+                pieces.append(f'<img alt="The figure" src="data:image/png;base64,{picture}">')
+        if len(pieces) == 2:  # after the introduction and the first cell
+            pieces.append(f"(The notebook is `{source}` in the repository.)")
+    return "\n\n".join(pieces) + "\n"
 
 
 def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> str:  # noqa: ARG001
     """The text of a page with links to other pages."""
     name = page.file.src_uri
-    source = PAGES.get(name, f"docs/{name}")
+    source = {**PAGES, **NOTEBOOKS}.get(name, f"docs/{name}")
     pieces = _FENCE.split(markdown)
     for index in range(0, len(pieces), 2):  # the others are blocks of code
         pieces[index] = _linked(pieces[index], name, source, files)

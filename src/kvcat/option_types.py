@@ -34,6 +34,10 @@ def _number(
     )
 
 
+Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
+"""``Unset[T]``: an option without a default value; its help says what happens without it."""
+Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="(required)")]
+"""``Several[T]``: positional arguments, at least one of which is needed."""
 Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
 Fraction = Annotated[float, _number(float, "FRACTION", lambda value: 0 < value <= 1)]
 Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
@@ -67,7 +71,10 @@ Model = Annotated[
 ]
 Models = Annotated[
     tuple[str, ...],
-    tyro.conf.arg(help="Models to compare: FOLDER, Hub name or LABEL=FOLDER."),
+    tyro.conf.arg(
+        help="Models to compare, one or several: FOLDER, Hub name or LABEL=FOLDER.",
+        help_behavior_hint="(required)",
+    ),
 ]
 Device = Annotated[str, tyro.conf.arg(help="Torch device: cpu, cuda, cuda:1, mps.")]
 Dtype = Annotated[

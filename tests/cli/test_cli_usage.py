@@ -38,6 +38,7 @@ def test_the_overview_names_every_command_and_help_version_and_completion_are_pr
         shown = capsys.readouterr().out
         assert shown.startswith(f"usage: kvcat {command}")
         assert f"Example: kvcat {command}" in shown
+        assert not re.search(r"default:[\s│]*(None)?\)", shown), command
     assert run(["eval"]) == 0
     shown = capsys.readouterr().out
     assert "eval needle" in shown

@@ -11,7 +11,14 @@ from kvcat.evals.qa import TASKS
 
 COSTS = {"base": 0.0, "control": -0.12, "kvcat": -0.09, "rand": 0.0}
 EASE = {"base": 1.0, "control": 1.04, "kvcat": 0.72, "rand": 0.9}
-DIFFICULTY = {"attention-matching": 0.15, "snapkv": 0.3, "gradient": 0.5}
+DIFFICULTY = {
+    "attention-matching": 0.15,
+    "snapkv": 0.3,
+    "gradient": 0.5,
+    "kvpress:ExpectedAttentionPress": 0.4,
+    "tova": 0.35,
+}
+METHODS = ("attention-matching", "snapkv", "gradient")
 DOMAINS = {"Academic": 24, "Legal": 12, "Table QA": 8}
 
 
@@ -26,9 +33,7 @@ def draw(probability, *key):
     return float(np.random.default_rng(key).random() < probability)
 
 
-def made_up_records(
-    models=("base", "control", "kvcat"), num_documents=12, methods=tuple(DIFFICULTY)
-):
+def made_up_records(models=("base", "control", "kvcat"), num_documents=12, methods=METHODS):
     """Hard and easy documents, two windows each."""
     records = []
     for document, window, model in product(range(num_documents), range(2), models):

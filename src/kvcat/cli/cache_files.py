@@ -77,7 +77,7 @@ def pack(
     /,
     cache: opt.Files,
     output: opt.Output,
-    head_dim: int | None = None,
+    head_dim: opt.Unset[int] = None,
     drop_log_bias: bool = False,
     seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     overwrite: opt.Overwrite = False,
@@ -95,7 +95,8 @@ def pack(
     Args:
         cache: Cache files that `kvcat compress` wrote, one or several.
         output: File to write.
-        head_dim: Head dimension of the widened checkpoint that will read the file.
+        head_dim: Head dimension of the widened checkpoint that will read the file; by default the
+            file is for the model itself.
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
     files = check_caches(cache, seam_tokens=seam_tokens)
@@ -120,7 +121,7 @@ def widen(
     model: opt.Model,
     /,
     output: opt.Output,
-    head_dim: int | None = None,
+    head_dim: opt.Unset[int] = None,
     gguf_type: Literal["float16", "float32", "q8_0"] = "float16",
     dtype: opt.Dtype = "float32",
     overwrite: opt.Overwrite = False,
@@ -169,7 +170,7 @@ def _numbers(cache: "CompactCache") -> str:
     return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
 
 
-def info(file: tuple[str, ...], /, id: str | None = None) -> None:
+def info(file: opt.Several[str], /, id: opt.Unset[str] = None) -> None:
     """Describe cache files or a store without loading a model: slots, bytes saved, method, model.
 
     Example: kvcat info report.safetensors
@@ -177,7 +178,7 @@ def info(file: tuple[str, ...], /, id: str | None = None) -> None:
     Args:
         file: Cache files that `kvcat compress` wrote, one or several, or a store of
             `kvcat compress --corpus`.
-        id: Document of the store to describe.
+        id: Id of a document in the store, to describe its cache alone.
     """
     if not file:
         raise InputError("no cache file: name one or several, or a store")

@@ -22,31 +22,31 @@ def compress(
     model: opt.Model,
     /,
     output: opt.OutputAddress,
-    text: Path | None = None,
-    corpus: str | None = None,
+    text: opt.Unset[Path] = None,
+    corpus: opt.Unset[str] = None,
     method: str = "attention-matching",
-    keep: opt.Fraction | None = None,
-    slots: opt.Count | None = None,
-    max_kl: opt.Nats | None = None,
-    bytes: opt.Count | None = None,
-    mb: opt.Megabytes | None = None,
+    keep: opt.Unset[opt.Fraction] = None,
+    slots: opt.Unset[opt.Count] = None,
+    max_kl: opt.Unset[opt.Nats] = None,
+    bytes: opt.Unset[opt.Count] = None,
+    mb: opt.Unset[opt.Megabytes] = None,
     bits: opt.CacheBits = "auto",
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
     allow_special: opt.AllowSpecial = False,
-    room: opt.Count | None = None,
-    protect: opt.Protect | None = None,
-    protect_text: Path | None = None,
+    room: opt.Unset[opt.Count] = None,
+    protect: opt.Unset[opt.Protect] = None,
+    protect_text: opt.Unset[Path] = None,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype = "float32",
-    text_column: str | None = None,
-    id_column: str | None = None,
+    text_column: opt.Unset[str] = None,
+    id_column: opt.Unset[str] = None,
     check: bool = False,
-    shard: str | None = None,
-    ray: str | None = None,
-    workers: opt.Count | None = None,
+    shard: opt.Unset[str] = None,
+    ray: opt.Unset[str] = None,
+    workers: opt.Unset[opt.Count] = None,
 ) -> None:
     """Compress the KV cache of a document; `kvcat generate` then answers any number of prompts.
 
@@ -64,7 +64,7 @@ def compress(
     Args:
         output: Cache file to write (.safetensors); with --corpus a folder or an address such as
             s3://bucket/store.
-        text: Text file (UTF-8) with the document.
+        text: Text file (UTF-8) with the document; or give --corpus.
         corpus: Instead of --text: a folder of text files, a .jsonl or .parquet file, or hub:NAME.
         method: NAME or NAME,option=value,...; docs/compress.md lists names and options.
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
@@ -76,17 +76,19 @@ def compress(
         bits: Bits of keys and values; 8/4: keys in 8, values in 4; 16: the type of the model; auto:
             16 or, with --bytes and --mb, as few as are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
-        room: Tokens of prompt and answer; only for length-dependent rotary factors (LongRoPE).
+        room: Number of tokens that prompt and answer may have. Only models whose rotary factors
+            depend on the length need it (LongRoPE).
         text_column: Column of a corpus that holds the texts; by default text.
         id_column: Column of a corpus that holds the ids of the documents; by default id.
         check: Measure every document's KL on held-out positions; about doubles the time.
-        shard: RANK/COUNT, to make one of COUNT parts of a corpus; processes share the store.
-        ray: Compress the corpus on a Ray cluster: its address, or auto.
+        shard: RANK/COUNT: compress part RANK of COUNT parts of a corpus, RANK from 0; several
+            processes share a store. By default all of the corpus.
+        ray: Compress the corpus on a Ray cluster: its address, or auto. By default in this process.
         workers: Most Ray workers at a time; by default as many as the cluster has devices.
-        protect: What stays exact in every head and layer, inside the budget; system: all that the
-            chat template writes before the document (needs --chat).
-        protect_text: Text file whose text, without blanks at both ends, stays exact wherever it
-            occurs in the document.
+        protect: What stays exact in every head and layer, inside the budget: system, all that the
+            chat template writes before the document (needs --chat). By default nothing.
+        protect_text: Text file; its text, without blanks at both ends, stays exact wherever it
+            occurs in the document. By default nothing.
     """
     if corpus is not None:
         compress_to_store(

@@ -16,8 +16,8 @@ def generate(
     model: opt.Model,
     /,
     cache: opt.Files = (),
-    store: str | None = None,
-    id: str | None = None,
+    store: opt.Unset[str] = None,
+    id: opt.Unset[str] = None,
     prompt: opt.Strings = (),
     max_new_tokens: opt.Count = 64,
     temperature: float = 0.0,
@@ -29,7 +29,7 @@ def generate(
     seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
-    dtype: opt.Dtype | None = None,
+    dtype: opt.Unset[opt.Dtype] = None,
 ) -> None:
     """Answer prompts from saved caches; prompts do not see each other or their answers.
 
@@ -43,7 +43,7 @@ def generate(
     Args:
         cache: Cache files that `kvcat compress` wrote, one or several.
         store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
-        id: Document of the store.
+        id: Id of the document in the store.
         prompt: Text that follows the document; may be given several times.
         max_new_tokens: Largest number of tokens in an answer.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.

@@ -1,5 +1,6 @@
 """Parsing with tyro, one-line messages for user errors, and the option types of commands."""
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -31,9 +32,11 @@ from kvcat.option_types import (
     SeamTokens,
     Seed,
     Seeds,
+    Several,
     Split,
     Strings,
     Supervision,
+    Unset,
     flat,
 )
 
@@ -59,9 +62,11 @@ __all__ = [
     "SeamTokens",
     "Seed",
     "Seeds",
+    "Several",
     "Split",
     "Strings",
     "Supervision",
+    "Unset",
     "check_output",
     "completion",
     "flat",
@@ -81,8 +86,20 @@ def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> 
         tyro.conf.PositionalMetavarFromFieldName,
         tyro.conf.FlagCreatePairsOff,
     )
+    if target.__doc__:
+        target.__doc__ = _unwrapped(target.__doc__)
     with events.on_parse_error(_reject):
         return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
+
+
+def _unwrapped(docstring: str) -> str:
+    """A docstring with each paragraph and each description of an argument on one line.
+
+    tyro keeps some line breaks of the source in help texts.
+    """
+    text = inspect.cleandoc(docstring)
+    text = re.sub(r"\n {8,}(?=\S)", " ", text)  # lines below "    argument: ..."
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 
 
 def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:

@@ -7,11 +7,11 @@ from kvcat.cli import options as opt
 
 
 def report(
-    folders: tuple[Path, ...],
+    folders: opt.Several[Path],
     /,
     output: opt.Output = Path("report"),
     run: opt.Strings = (),
-    paper_model: Literal["Qwen2.5-0.5B", "Qwen2.5-1.5B"] | None = None,
+    paper_model: opt.Unset[Literal["Qwen2.5-0.5B", "Qwen2.5-1.5B"]] = None,
     title: str = "KV cache compression",
 ) -> None:
     """Write a report on evaluations and training runs.
@@ -21,7 +21,7 @@ def report(
     Example: kvcat report results needle --run KV-CAT=runs/router -o report
 
     Args:
-        folders: Output folders of `kvcat eval` or `kvcat train`.
+        folders: Output folders of `kvcat eval` or `kvcat train`, one or several.
         output: Folder for tables, plots and report.html.
         run: Training run whose diagnostics are shown, LABEL=FOLDER; may be given several times.
         paper_model: Model that base, kvcat, rand and attn derive from; adds the paper's figures.

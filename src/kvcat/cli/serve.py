@@ -30,14 +30,14 @@ def serve(
     store: str,
     host: str = "127.0.0.1",
     port: opt.Count = 8000,
-    name: str | None = None,
-    api_key: str | None = None,
+    name: opt.Unset[str] = None,
+    api_key: opt.Unset[str] = None,
     max_requests: opt.Count = 128,
     max_bytes: opt.Count = 1_048_576,
     max_tokens: opt.Count = 1024,
     cache_mb: opt.Megabytes = 1024.0,
     device: opt.Device = "cpu",
-    dtype: opt.Dtype | None = None,
+    dtype: opt.Unset[opt.Dtype] = None,
 ) -> None:
     """Serve the documents of a store with OpenAI's API, on plain transformers.
 
@@ -111,28 +111,28 @@ def _check_port(host: str, port: int) -> None:
 def chat(
     model: opt.Model,
     /,
-    cache: Path | None = None,
-    store: str | None = None,
-    id: str | None = None,
+    cache: opt.Unset[Path] = None,
+    store: opt.Unset[str] = None,
+    id: opt.Unset[str] = None,
     max_new_tokens: opt.Count = 256,
     temperature: float = 0.0,
     top_p: opt.Fraction = 1.0,
     stop: opt.Strings = (),
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
-    dtype: opt.Dtype | None = None,
+    dtype: opt.Unset[opt.Dtype] = None,
 ) -> None:
     """Ask questions about a compressed document, one after another; answers see earlier turns.
 
-    /save FILE writes the conversation as JSON, /reset forgets earlier turns, /quit or the end of
-    input ends it. Ctrl-C ends an answer, which is then no part of the conversation.
+    Type /save FILE to write the conversation as JSON, /reset to forget earlier turns. Type /quit,
+    or end the input, to leave. Ctrl-C ends an answer, which is then no part of the conversation.
 
     Example: kvcat chat ./my-model --cache report.safetensors
 
     Args:
-        cache: Cache file that `kvcat compress` wrote, best with --chat.
+        cache: Cache file that `kvcat compress` wrote, best with --chat; or give --store.
         store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
-        id: Document of the store.
+        id: Id of the document in the store.
         max_new_tokens: Largest number of tokens in an answer.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
         top_p: Sample from the most likely tokens with this total probability.

@@ -33,7 +33,7 @@ Example: kvcat train small --model ./my-model --data ./texts --output runs/route
 class ConfigFile:
     """The option for a file with fields of the configuration."""
 
-    config: Path | None = None
+    config: opt.Unset[Path] = None
     """TOML or JSON file of fields that override the recipe's, such as another run's config.json."""
 
 
@@ -143,21 +143,24 @@ def _defaults(recipe: "Recipe", overrides: dict[str, Any]) -> "TrainConfig":
 def demo(
     quick: bool = False,
     full: bool = False,
-    out: Path | None = None,
+    out: opt.Unset[Path] = None,
     from_scratch: bool = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
 ) -> None:
-    """Train KV-CAT and its control from the small base, then compress held-out text with each.
+    """Compress held-out text with a small model and several methods, then train it with KV-CAT.
 
-    The demo writes report.html, and needs no download and no GPU. The text is the Python sources of
-    this installation. If the command is stopped at any moment, the same command continues.
+    First the methods are compared on the model that comes with the package. Then this model is
+    trained with KV-CAT and, as a control, with the plain loss on the same tokens, and the caches of
+    both are compared. The command ends with a verdict for each question and writes report.html. The
+    text is the Python sources of this installation; no download and no GPU is needed. If the
+    command is stopped at any moment, the same command continues.
 
     Example: kvcat demo --quick
 
     Args:
-        quick: Run for at most two minutes, to show the steps; too short to compare models.
-        full: Run for about an hour, with six times the tokens and more windows.
+        quick: Take less than a minute on two idle cores; too short to judge training.
+        full: Take about an hour, with 25 times the training tokens and more windows and methods.
         out: Folder to write; by default out/demo, out/demo-quick or out/demo-full.
         from_scratch: Pretrain the base first, which needs hours on two cores.
     """
@@ -182,7 +185,7 @@ def prepare(
     /,
     tokenizer: Annotated[str, tyro.conf.arg(aliases=["--model"])],
     output: opt.Output,
-    max_tokens: opt.Count | None = None,
+    max_tokens: opt.Unset[opt.Count] = None,
     bos: opt.Bos = "auto",
     seed: opt.Seed = 0,
 ) -> None:
@@ -232,7 +235,7 @@ def prepare(
     )
 
 
-def export(run: Path, /, output: opt.Output, step: int | None = None) -> None:
+def export(run: Path, /, output: opt.Output, step: opt.Unset[int] = None) -> None:
     """Export a checkpoint of a run as a folder that plain transformers loads.
 
     The run may still be in progress.

@@ -35,6 +35,8 @@ class ReportFacts:
         stratum_name: name for one stratum, such as "task".
         plotted_metrics: metrics that are plotted against the slots kept; empty: the first two
             metrics, if they have the same unit.
+        method_metrics: metrics by which the methods are plotted if there is one model; empty: as
+            plotted_metrics.
         reported_steps: gradient steps that tables show in addition to the last one.
         step_metrics: metrics that are plotted against gradient steps; empty: the deciding one.
         averages: averages over strata that are reported: by name, the strata.
@@ -47,6 +49,7 @@ class ReportFacts:
     example_name: str = "example"
     stratum_name: str = "stratum"
     plotted_metrics: tuple[str, ...] = ()
+    method_metrics: tuple[str, ...] = ()
     reported_steps: tuple[int, ...] = ()
     step_metrics: tuple[str, ...] = ()
     averages: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -181,16 +184,16 @@ class CompressingEvaluation(Evaluation):
     """Default fractions of the slots that caches keep."""
 
     method: Strings = ()
-    """Methods: NAME or NAME,option=value,... (docs/compress.md); default: attention-matching."""
+    """Methods: NAME or NAME,option=value,... (docs/compress.md); by default attention-matching."""
     keep: Fractions = ()
     """Fractions of the slots to KEEP, each in (0, 1]."""
     seed: Seeds = ()
-    """Seeds of randomised compressors; the report averages over them. Default: 0."""
+    """Seeds of randomised compressors; the report averages over them; by default 0."""
     primary: Annotated[
         tuple[str, float, str] | None,
-        tyro.conf.arg(metavar="METHOD KEEP METRIC"),
+        tyro.conf.arg(metavar="METHOD KEEP METRIC", help_behavior_hint=""),
     ] = None
-    """Primary cell, such as attention-matching 0.1 nll; default: first method, keep and metric."""
+    """Primary cell, such as attention-matching 0.1 nll; by default the first of each."""
     speed: bool = False
     """Also time answers: seconds to the first token, and tokens per second after it."""
 

@@ -1,22 +1,25 @@
-"""The demo: KV-CAT and its control are trained from the small base, and compared in a report."""
+"""The demo: what compression keeps on a small model, then what KV-CAT training adds and costs."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.evals import Method, evaluate
-from kvcat.evals.suffix import make_task
+from kvcat.evals import evaluate
+from kvcat.evals.suffix import SuffixTask, make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
 from kvcat.recipes.pretrain import pretrain
-from kvcat.report import headline_text, read_results, write_report
+from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
+from kvcat.report import overview_text, read_results, write_report
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 
 KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
+BASE = "base"
 
 
 @dataclass(frozen=True)
@@ -25,72 +28,69 @@ class DemoPlan:
 
     Args:
         name: name of the plan.
+        methods: compression methods to compare on the base, the default first.
+        num_windows: number of held-out windows for this, 384 + 128 tokens each.
+        keep_ratios: keep ratios of all methods.
         max_steps: training steps of KV-CAT and of the control.
         batch_size, seq_len: batch size and sequence length of both.
-        num_windows: number of held-out windows, 768 + 256 tokens each.
-        evictions: eviction methods to compare.
-        gradient_windows: number of windows for the gradient method.
-        gradient_steps: number of steps of the gradient method.
-        keep_ratios: keep ratios of all other methods.
-        gradient_keep_ratios: keep ratios of the gradient method.
+        num_validations: number of validations during training.
+        trained_methods: compression methods for the trained models.
+        trained_windows: number of held-out windows for these, 768 + 256 tokens each.
+        trained_keep_ratios: keep ratios for these.
+        can_judge: whether training is long enough for a verdict on it.
     """
 
     name: str
+    methods: tuple[str, ...]
+    num_windows: int
     max_steps: int
     batch_size: int
     seq_len: int
-    num_windows: int
-    evictions: tuple[str, ...]
-    gradient_windows: int
-    gradient_steps: int
+    num_validations: int
+    trained_methods: tuple[str, ...]
+    trained_windows: int
     keep_ratios: tuple[float, ...] = KEEP_RATIOS
-    gradient_keep_ratios: tuple[float, ...] = (0.05, 0.2)
-
-    @property
-    def methods(self) -> list[Method]:
-        """The methods that the demo evaluates."""
-        evictions = [Method(name) for name in self.evictions]
-        gradient = Method(
-            "gradient",
-            {"num_steps": self.gradient_steps},
-            keep_ratios=self.gradient_keep_ratios,
-            num_examples=self.gradient_windows,
-        )
-        return [Method("attention-matching"), *evictions, gradient]
+    trained_keep_ratios: tuple[float, ...] = KEEP_RATIOS
+    can_judge: bool = True
 
 
 QUICK = DemoPlan(
     name="quick",
-    max_steps=40,
+    methods=("attention-matching", "snapkv", "streaming"),
+    num_windows=8,
+    max_steps=16,
     batch_size=4,
     seq_len=512,
-    num_windows=8,
-    evictions=("snapkv",),
-    gradient_windows=4,
-    gradient_steps=10,
-    keep_ratios=(0.05, 0.2),
-    gradient_keep_ratios=(0.2,),
+    num_validations=2,
+    trained_methods=("attention-matching",),
+    trained_windows=6,
+    trained_keep_ratios=(0.1,),
+    can_judge=False,
 )
 STANDARD = DemoPlan(
     name="standard",
-    max_steps=320,
+    methods=("attention-matching", "h2o", "snapkv", "streaming", "keynorm"),
+    num_windows=32,
+    max_steps=160,
     batch_size=4,
-    seq_len=1024,
-    num_windows=48,
-    evictions=("snapkv", "keynorm"),
-    gradient_windows=6,
-    gradient_steps=50,
+    seq_len=512,
+    num_validations=4,
+    trained_methods=("attention-matching", "snapkv"),
+    trained_windows=12,
 )
 FULL = DemoPlan(
     name="full",
+    methods=(
+        "attention-matching", "h2o", "snapkv", "tova", "streaming", "keynorm", "first", "random",
+    ),
+    num_windows=128,
     max_steps=1000,
     batch_size=8,
     seq_len=1024,
-    num_windows=128,
-    evictions=("first", "random", "keynorm", "snapkv", "h2o"),
-    gradient_windows=16,
-    gradient_steps=100,
-)
+    num_validations=6,
+    trained_methods=("attention-matching", "snapkv", "keynorm"),
+    trained_windows=128,
+)  # fmt: skip
 
 
 def training_config(
@@ -105,6 +105,7 @@ def training_config(
     during the first quarter of the run (see docs/log.md). The data seed differs from that of the
     base, which has already seen the first documents in its order.
     """
+    between_validations = max(1, plan.max_steps // plan.num_validations)
     return TrainConfig.from_dict(
         {
             "model": model,
@@ -123,20 +124,31 @@ def training_config(
             "router_noise": 0.0,  # the documented figures were made without noise
             "seed": seed + 1,
             "device": device,
-            "validation_every": max(1, plan.max_steps // 6),
+            "validation_every": between_validations,
             "validation_sequences": 8,
-            "checkpoint_every": max(1, plan.max_steps // 6),
+            "checkpoint_every": between_validations,
         }
+    )
+
+
+def compression_task(tokenizer: Any, plan: DemoPlan) -> SuffixTask:
+    """Held-out windows whose caches are made from the prefix alone, as for a document."""
+    return make_task(
+        tokenizer,
+        windows=plan.num_windows,
+        prefix=384,
+        suffix=128,
+        supervision="reconstruction",
     )
 
 
 def run_demo(
     plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False
 ) -> Path:
-    """The path of ``report.html``, after training, compression and evaluation.
+    """The path of ``report.html``, after compression, training and evaluation.
 
-    Every part continues from where it was stopped: the runs from their checkpoints, the evaluation
-    from its records.
+    Every part continues from where it was stopped: the runs from their checkpoints, the evaluations
+    from their records.
 
     Args:
         plan: the size of each part.
@@ -153,30 +165,58 @@ def run_demo(
     if from_scratch:
         print("Pretraining the base from scratch.", flush=True)
         base = str(pretrain(out / "base", device=device))
-    folders = {"base": base}
+    print("1. Compression: caches of held-out text, made from the text alone.", flush=True)
+    model, tokenizer = load(base, device=device)
+    task = compression_task(tokenizer, plan)
+    folder = out / "compression"
+    evaluate(task, {BASE: (model, tokenizer)}, plan.methods, plan.keep_ratios, folder, seeds=[seed])
+    compression = read_results(folder)
+    print("\n" + overview_text(compression))
+    print("2. Training: the paper's method, and a control on the same tokens.", flush=True)
+    folders = {BASE: base, **_train_both(plan, base, out, seed=seed, device=device)}
+    models = {label: load(folder, device=device) for label, folder in folders.items()}
+    task = make_task(tokenizer, windows=plan.trained_windows)
+    folder = out / "training"
+    evaluate(
+        task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed]
+    )  # caches are fitted to the suffix, as in the paper
+    training = read_results(folder)
+    print("\n" + overview_text(training))
+    answers = {
+        **compression_verdicts(compression),
+        **training_verdicts(training, can_judge=plan.can_judge),
+    }
+    page = write_report(
+        [compression, training],
+        out / "report",
+        title="KV-cache compression, and KV-CAT training, on a small model of Python source code",
+        answers=answers,
+        runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
+        context={"plan": plan.name, "training seed": str(seed), "base": base},
+    )
+    _print_answers(answers)
+    print(f"\nReport: {page}")
+    real = "kvcat get smollm2-135m"
+    print(f"This model has a million parameters and reads Python alone. A real one: {real}")
+    return page
+
+
+def _train_both(plan: DemoPlan, base: str, out: Path, *, seed: int, device: str) -> dict[str, str]:
+    """The exported folders of the control and of KV-CAT, by label, after training."""
+    folders = {}
     for policy, label in (("control", "control"), ("router", "KV-CAT")):
         tokens = f"{plan.batch_size * plan.seq_len} tokens"
         print(f"\nTraining {label}: {plan.max_steps} steps of {tokens}.", flush=True)
         config = training_config(plan, policy, base, out, seed=seed, device=device)
         folders[label] = str(train(config).export)
-    print("\nCompressing held-out text.", flush=True)
-    models = {label: load(folder, device=device) for label, folder in folders.items()}
-    _, base_tokenizer = models["base"]
-    task = make_task(base_tokenizer, windows=plan.num_windows)
-    evaluate(task, models, plan.methods, plan.keep_ratios, out / "suffix", seeds=[seed])
-    results = read_results(out / "suffix")
-    page = write_report(
-        [results],
-        out / "report",
-        title="KV-CAT on a small model of Python source code",
-        runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
-        context={"plan": plan.name, "training seed": str(seed), "base": base},
-    )
-    print("\n" + headline_text(results))
-    print(f"Report: {page}")
-    real = "kvcat get smollm2-135m"
-    print(f"This model has a million parameters and reads Python alone. A real one: {real}")
-    return page
+    return folders
+
+
+def _print_answers(answers: Mapping[str, str]) -> None:
+    """Print each question with its answer below it."""
+    print("What came out:")
+    for question, answer in answers.items():
+        print(f"  {question}\n    {answer}")
 
 
 def _claim(out: Path, description: dict[str, Any]) -> None:

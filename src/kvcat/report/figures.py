@@ -1,5 +1,6 @@
 """Figures with intervals and tables of them, as Markdown and LaTeX."""
 
+import base64
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -92,12 +93,43 @@ class Table:
                 return rank
         return self.frame.shape[1]
 
+    @property
+    def csv(self) -> str:
+        """The table as CSV in full precision; a figure has a column for each end of its interval.
+
+        Figures are as in the records: shares in [0, 1].
+        """
+        columns = {}
+        for name in self.frame:
+            cells = self.frame[name]
+            figures = [cell for cell in cells if isinstance(cell, Figure)]
+            columns[str(name)] = [_number(cell, "value") for cell in cells]
+            if any(figure.interval for figure in figures):
+                columns[f"{name}, low"] = [_number(cell, "low") for cell in cells]
+                columns[f"{name}, high"] = [_number(cell, "high") for cell in cells]
+            if any(figure.verdict for figure in figures):
+                columns[f"{name}, verdict"] = [getattr(cell, "verdict", "") for cell in cells]
+        return pd.DataFrame(columns).to_csv(index=False)
+
+    @property
+    def csv_address(self) -> str:
+        """A ``data:`` address of the table as CSV."""
+        encoded = base64.b64encode(self.csv.encode("utf-8")).decode()
+        return f"data:text/csv;charset=utf-8;base64,{encoded}"
+
     def frames(self, most: int) -> list[pd.DataFrame]:
         """The columns in tables of at most ``most`` columns of figures, each with all labels."""
         labels = self.frame.columns[: self.num_labels]
         figures = self.frame.columns[self.num_labels :]
         starts = range(0, max(1, len(figures)), most)
         return [self.frame[[*labels, *figures[start : start + most]]] for start in starts]
+
+
+def _number(cell: Cell, name: str) -> Any:
+    """The value or an end of a figure; a text itself, or nothing for its ends."""
+    if isinstance(cell, Figure):
+        return getattr(cell, name)
+    return cell if name == "value" else ""
 
 
 def summary_figure(row: pd.Series, paper: str = "") -> Figure:
@@ -159,11 +191,12 @@ def slug(text: str) -> str:
 
 
 def write_table(table: Table, folder: Path, prefix: str = "") -> None:
-    """Write a table to ``folder/PREFIXNAME.md`` and ``.tex``."""
+    """Write a table to ``folder/PREFIXNAME.md``, ``.tex`` and ``.csv``."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"{prefix}{table.name}"
     (folder / f"{name}.md").write_text(markdown(table), encoding="utf-8")
     (folder / f"{name}.tex").write_text(latex(table, f"tab:{name}"), encoding="utf-8")
+    (folder / f"{name}.csv").write_text(table.csv, encoding="utf-8")
 
 
 def markdown(table: Table) -> str:

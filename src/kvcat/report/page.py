@@ -1,6 +1,7 @@
 """The report on results folders and training runs: a page, with tables and plots as files."""
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,9 +26,12 @@ _FILES = (
     "costs.csv",
     "tables/*.md",
     "tables/*.tex",
+    "tables/*.csv",
     "plots/*.png",
 )
 _NUM_TILES = 3
+_FOLD_AFTER = 12  # rows of a table that are shown at first, as in page.css
+_BREAKS = re.compile(r"(?<=[:=,/_+@])(?=.)|(?<=[a-z])(?=[A-Z][a-z])")
 _RELATIONS = {"better": "better than", "worse": "worse than", "level": "level with"}
 
 
@@ -37,6 +41,7 @@ def write_report(
     *,
     title: str = "KV cache compression",
     runs: Mapping[str, Path] | None = None,
+    answers: Mapping[str, str] | None = None,
     context: Mapping[str, Any] | None = None,
     paper_model: str | None = None,
     num_resamples: int = 10_000,
@@ -51,6 +56,7 @@ def write_report(
         out_dir: folder of the report; files of an earlier report are replaced.
         title: title of the page.
         runs: training run by model label, for the training diagnostics.
+        answers: answers by question, shown at the top of the page.
         context: further facts to show about the runs.
         paper_model: the paper's model that ours correspond to; its figures are then in the tables.
         num_resamples: number of bootstrap resamples.
@@ -80,7 +86,8 @@ def write_report(
     target = out_dir / "report.html"
     facts = {str(name): str(value) for name, value in (context or {}).items()}
     with atomic_write(target) as partial:
-        partial.write_text(_render(title, sections, training, facts), encoding="utf-8")
+        content = _render(title, sections, training, facts, dict(answers or {}))
+        partial.write_text(content, encoding="utf-8")
     return target
 
 
@@ -135,7 +142,8 @@ class Section:
         evaluation = self.results.evaluation
         compared = _at(self.results.pair_rows[model, reference], self.results.cell)
         compared = compared.set_index("metric")
-        clauses = []
+        first = ""
+        others: dict[str, list[str]] = {}
         for name in evaluation.metrics[:_NUM_TILES]:
             metric = METRICS[name]
             is_deciding = name == evaluation.deciding
@@ -148,10 +156,13 @@ class Section:
                 relation = f"{_RELATIONS[figure.verdict]} {reference} by {label}"
                 kind = "ratio" if metric.ratio else "difference"
                 size = f"{kind} {figure.text} {figure.interval}".strip()
-                clauses.append(f"{model} is {relation} ({size})")
+                first = f"{model} is {relation} ({size})"
             else:
-                clauses.append(f"{label}: {figure.verdict}")
-        return "; ".join(clauses) + "." if clauses else f"{model} and {reference}: not comparable."
+                others.setdefault(figure.verdict, []).append(_within_sentence(label))
+        if not first:
+            return f"{model} and {reference}: not comparable."
+        clauses = [f"{verdict} by {' and '.join(labels)}" for verdict, labels in others.items()]
+        return f"{first}; it is {', '.join(clauses)}." if clauses else f"{first}."
 
     def _methods_sentence(self) -> str:
         """Which of several methods is best, and which is next; for one method, its figure."""
@@ -293,6 +304,7 @@ def _render(
     sections: Sequence[Section],
     training: DrawnPlot | None,
     context: Mapping[str, str],
+    answers: Mapping[str, str],
 ) -> str:
     """The HTML of the page, which loads nothing from other places."""
     environment = Environment(
@@ -302,11 +314,28 @@ def _render(
         trim_blocks=True,
         lstrip_blocks=True,
     )
+    environment.filters["line_parts"] = line_parts
     used = {name for section in sections for name in section.results.metrics}
     metrics = {metric.label: metric for name, metric in METRICS.items() if name in used}
     return environment.get_template("page.html").render(
-        title=title, sections=sections, training=training, context=context, metrics=metrics
+        title=title,
+        sections=sections,
+        training=training,
+        context=context,
+        answers=answers,
+        metrics=metrics,
+        fold_after=_FOLD_AFTER,
     )
+
+
+def line_parts(text: str) -> list[str]:
+    """The text in parts between which a line may break: at punctuation, between joined words."""
+    return _BREAKS.split(text)
+
+
+def _within_sentence(label: str) -> str:
+    """A label as part of a sentence: a word loses its capital, an abbreviation does not."""
+    return label[0].lower() + label[1:] if label[1:2].islower() else label
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:

@@ -2,7 +2,7 @@
 
 import base64
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from matplotlib.figure import Figure as Canvas
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from kvcat.evals import METRICS, LinePlot
+from kvcat.evals import METRICS, LinePlot, Metric
 from kvcat.report.figures import NO_STEP, keep_label, slug
 from kvcat.report.results import Results
 
@@ -61,6 +61,8 @@ class Plot:
     def draw(self) -> "DrawnPlot":
         """All panels, drawn in rows on one canvas."""
         num_columns = min(_PANELS_PER_ROW, len(self.panels))
+        if len(self.panels) == 4:  # two rows of two leave no place empty
+            num_columns = 2
         num_rows = -(-len(self.panels) // num_columns)
         size = (_PANEL_WIDTH * num_columns, _PANEL_HEIGHT * num_rows)
         with mpl.rc_context(STYLE):
@@ -119,9 +121,9 @@ class DrawnPlot:
 
 
 def _add_legend(axes: Any) -> None:
-    """Add a legend below the axes if there are several lines."""
+    """Add a legend below the axes, with every line that has a label."""
     handles, labels = axes.get_legend_handles_labels()
-    if len(labels) > 1:
+    if labels:
         num_columns = 2 if max(map(len, labels)) > _LONG_LABEL else 3
         axes.legend(
             handles, labels, loc="upper center", bbox_to_anchor=(0.45, -0.2), ncols=num_columns
@@ -156,15 +158,30 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot:
 
 
 def headline_plot(results: Results) -> Plot:
-    """The plot of the first method's quality against the slots kept."""
-    method = results.methods[0]
+    """The plot of quality against the slots kept, a line per method, with 95 % intervals.
+
+    One model has a panel per plotted metric, several models a panel each for the first metric.
+    """
     whole = results.compressed(results.rows)
-    rows = whole[whole["final"] & (whole["method"] == method)]
+    rows = whole[whole["final"]]
     panels = []
-    for name in _plotted(results):
-        title = f"{METRICS[name].label}, {method}"
-        panels.append((title, partial(_draw_quality, rows, name, results.models)))
-    return Plot("headline", "Against the slots kept", panels)
+    if len(results.models) == 1:
+        recorded = set(results.metrics)
+        chosen = [name for name in results.evaluation.method_metrics if name in recorded]
+        panels += [
+            (METRICS[name].label, partial(_draw_methods, rows, name, results))
+            for name in chosen or _plotted(results)
+        ]
+    else:
+        name = _plotted(results)[0]
+        for model in results.models:
+            of_model = rows[rows["model"] == model]
+            if of_model.empty:
+                continue
+            title = f"{METRICS[name].label}, {model}"
+            panels.append((title, partial(_draw_methods, of_model, name, results)))
+    title = "Methods against the share of slots kept"
+    return Plot("headline", title, panels, same_scale=len(results.models) > 1)
 
 
 def _plotted(results: Results) -> list[str]:
@@ -238,15 +255,27 @@ def log_axis(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_quality(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: Any) -> None:
-    """Draw a metric against the keep ratio, a line per model; dashed lines are the whole cache."""
-    _draw_lines(axes, rows, "keep_ratio", metric, models)
-    dense = rows[rows["metric"] == METRICS[metric].dense_metric]
-    for model, level in dense.groupby("model")["value"].last().items():
-        colour = line_style(str(model), models)["color"]
-        axes.axhline(METRICS[metric].scale * level, color=colour, linestyle="--", linewidth=1.0)
+def _draw_methods(rows: pd.DataFrame, metric: str, results: Results, axes: Any) -> None:
+    """Draw a metric with intervals against the keep ratio, a line per method."""
+    facts = METRICS[metric]
+    of_metric = rows[(rows["metric"] == metric) & rows["value"].notna()]
+    if facts.log_scale:
+        of_metric = of_metric[of_metric["value"] > 0.0]
+    names = [name for name in results.methods if name in set(of_metric["method"])]
+    for rank, name in enumerate(names):
+        line = of_metric[of_metric["method"] == name].sort_values("keep_ratio")
+        offset = rank - (len(names) - 1) / 2
+        style = line_style(name, results.methods)
+        _draw_intervals(axes, line, "value", facts, offset=offset, label=name, style=style)
+    dense = rows[rows["metric"] == facts.dense_metric]
     if len(dense):
-        axes.plot([], [], color=GREY, linestyle="--", linewidth=1.0, label="whole cache")
+        level = facts.scale * dense["value"].iloc[-1]
+        axes.axhline(level, color=GREY, linestyle="--", linewidth=1.0, label="whole cache")
+    unit = "%" if facts.percent else facts.unit
+    is_log = facts.log_scale and len(of_metric) > 0
+    axes.set_ylabel(f"{facts.label} ({unit}{', log axis' if is_log else ''})")
+    if is_log:
+        log_axis(axes)
     _set_keep_axis(axes, rows)
 
 
@@ -262,28 +291,48 @@ def _draw_steps(rows: pd.DataFrame, metric: str, models: Sequence[str], axes: An
 
 def _draw_differences(rows: pd.DataFrame, metric: str, methods: Sequence[str], axes: Any) -> None:
     """Draw paired differences with intervals against the keep ratio, a line per method."""
+    facts = METRICS[metric]
     rows = rows[rows["metric"] == metric].sort_values("keep_ratio")
     names = [name for name in methods if name in set(rows["method"])]
     middle = (len(names) - 1) / 2
     for rank, name in enumerate(names):
         line = rows[rows["method"] == name]
-        ends = line[["difference", "low", "high"]].to_numpy() * METRICS[metric].scale
-        value, low, high = ends.T
-        lengths = np.maximum(np.stack([value - low, high - value]), 0.0)
-        axes.errorbar(
-            line["keep_ratio"].to_numpy() * (1.0 + 0.03 * (rank - middle)),  # keeps bars apart
-            value,
-            yerr=np.nan_to_num(lengths),
-            label=name,
-            capsize=2.5,
-            elinewidth=1.0,
-            **line_style(name, methods),
+        style = line_style(name, methods)
+        _draw_intervals(
+            axes, line, "difference", facts, offset=rank - middle, label=name, style=style
         )
-    axes.axhline(0.0, color="black", linewidth=1.0)
+    axes.axhline(0.0, color="black", linewidth=1.0, label="no difference")
     _set_keep_axis(axes, rows)
-    unit = "points" if METRICS[metric].percent else METRICS[metric].unit
-    side = "below" if METRICS[metric].lower_is_better else "above"
+    unit = "points" if facts.percent else facts.unit
+    side = "below" if facts.lower_is_better else "above"
     axes.set_ylabel(f"{unit}, {side} 0 is better")
+
+
+def _draw_intervals(
+    axes: Any,
+    line: pd.DataFrame,
+    column: str,
+    metric: Metric,
+    *,
+    offset: float,
+    label: str,
+    style: Mapping[str, str],
+) -> None:
+    """Draw one line with error bars; an offset of 1 moves it by 3 %, which keeps bars apart."""
+    ends = line[[column, "low", "high"]].to_numpy(float) * metric.scale
+    value, low, high = ends.T
+    lengths = np.maximum(np.stack([value - low, high - value]), 0.0)
+    if metric.log_scale and column == "value":  # bars that reach 0 end at a tenth of the value
+        lengths[0] = np.minimum(lengths[0], 0.9 * value)
+    axes.errorbar(
+        line["keep_ratio"].to_numpy() * (1.0 + 0.03 * offset),
+        value,
+        yerr=np.nan_to_num(lengths),
+        label=label,
+        capsize=2.5,
+        elinewidth=1.0,
+        **style,
+    )
 
 
 def _draw_lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequence[str]) -> None:

@@ -1,5 +1,6 @@
 """The tables of a report, made from the rows of ``Results``."""
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from kvcat.evals import METRICS
-from kvcat.report.figures import Figure, Line, Table, keep_label, slug, step_label
+from kvcat.report.figures import Cell, Figure, Line, Table, keep_label, slug, step_label
 from kvcat.report.results import Results, read_results
 from kvcat.report.rows import CELL
 
@@ -24,25 +25,66 @@ _FEWEST_DOCUMENTS = 6  # the p-value of five is .0625 at the smallest
 
 def result_tables(results: Results) -> list[Table]:
     """All tables of a folder, the most important first, with the paper's figures next to ours."""
-    names = list(dict.fromkeys([*results.methods, *results.summary["method"]]))
-    quality = [quality_table(results, name) for name in names]
     differences = [differences_table(results, *pair) for pair in results.pairs]
+    names = list(dict.fromkeys([*results.methods, *results.summary["method"]]))
     strata = []
     if results.summary["stratum"].any():
         strata = [strata_table(results, name) for name in names]
     if results.methods:
-        tables = [*differences[:1], *quality, *differences[1:], *strata]
+        tables = [*differences[:1], overview_table(results)]
+        tables += [*_quality_tables(results, names), *differences[1:], *strata]
+        if _dense_metrics(results):
+            tables.append(dense_table(results))
     else:
-        tables = [*strata, *differences] or quality
+        tables = [*strata, *differences] or _quality_tables(results, names)
     if len(results.costs):
         tables.append(costs_table(results))
     return tables
 
 
+def _quality_tables(results: Results, names: Sequence[str]) -> list[Table]:
+    """A table for each method; one table of all methods if there is one model."""
+    if len(results.models) > 1 or len(names) == 1:
+        return [quality_table(results, name) for name in names]
+    return [methods_table(results, names)]
+
+
 def quality_table(results: Results, method: str) -> Table:
-    """The table of all metrics for one method or baseline, with a row per model."""
+    """The table of all metrics for one method or baseline, with a row per model.
+
+    Metrics of the whole cache are in ``dense_table``, if the method compresses.
+    """
+    rows, lines = _quality_lines(results, method)
+    caption = f"{method}: {sizes(rows, results.evaluation.example_name)}."
+    name = f"quality-{slug(method)}"
+    return _table(results, rows, name, f"{method}: every figure", caption, lines)
+
+
+def methods_table(results: Results, methods: Sequence[str]) -> Table:
+    """The table of all metrics for all methods and baselines of a single model."""
+    all_rows = []
+    all_lines: list[Line] = []
+    for method in methods:
+        rows, lines = _quality_lines(results, method)
+        all_rows.append(rows)
+        all_lines += [{"method": method, **line} for line in lines]
+    rows = pd.concat(all_rows)
+    caption = f"{results.models[0]}: {sizes(rows, results.evaluation.example_name)}."
+    return _table(results, rows, "quality", "Every figure", caption, all_lines)
+
+
+def _quality_lines(
+    results: Results, method: str, *, with_dense: bool = False
+) -> tuple[pd.DataFrame, list[Line]]:
+    """The rows of a method over all strata, and the lines of its table.
+
+    Metrics of the whole cache are left out for methods that compress, unless ``with_dense``.
+    """
     all_rows = results.rows
     rows = all_rows[(all_rows["method"] == method) & (all_rows["stratum"] == "")]
+    left_out = []
+    if method in results.methods and not with_dense:
+        left_out = _dense_metrics(results)
     lines = []
     for (keep, step, model), cell in _reported(rows).groupby(
         ["keep_ratio", "step", "model"], sort=False
@@ -52,12 +94,44 @@ def quality_table(results: Results, method: str) -> Table:
         line["n"] = str(cell["num_examples"].max())
         figures = cell.set_index("metric")["figure"]
         for name in results.metrics:
-            if name in figures:
+            if name in figures and name not in left_out:
                 line[METRICS[name].heading] = figures[name]
         lines.append(line)
-    caption = f"{method}: {sizes(rows, results.evaluation.example_name)}."
-    name = f"quality-{slug(method)}"
-    return _table(results, rows, name, f"{method}: every figure", caption, lines)
+    return rows, lines
+
+
+def dense_table(results: Results) -> Table:
+    """The table of the metrics of the whole cache, by model, and of their differences.
+
+    They are the same for every method and keep ratio.
+    """
+    names = _dense_metrics(results)
+    whole = results.compressed(results.rows)
+    rows = whole[whole["metric"].isin(names)]
+    lines = []
+    for (model, number), cell in rows.groupby(["model_rank", "num_examples"]):
+        figures = cell.drop_duplicates("metric").set_index("metric")["figure"]
+        label = results.models[int(model)]
+        lines.append(_dense_line(label, number, names, figures))
+    for (model, reference), pair in results.pair_rows.items():
+        compared = pair[pair["metric"].isin(names)]
+        for number, cell in compared.groupby("num_examples"):
+            figures = cell.drop_duplicates("metric").set_index("metric")["figure"]
+            lines.append(_dense_line(f"{model} minus {reference}", number, names, figures))
+    caption = "The whole cache, which is the same for every method and size."
+    return _table(results, rows, "whole-cache", "With the whole cache", caption, lines)
+
+
+def _dense_line(label: str, number: int, names: Sequence[str], figures: pd.Series) -> Line:
+    """A row of ``dense_table``: figures of one model, or differences of two."""
+    line: Line = {"model": label, "n": str(number)}
+    line.update({METRICS[name].heading: figures[name] for name in names if name in figures})
+    return line
+
+
+def _dense_metrics(results: Results) -> list[str]:
+    """The metrics that are the same for every method and keep ratio."""
+    return [name for name in results.metrics if METRICS[name].of_dense_model]
 
 
 def differences_table(results: Results, model: str, reference: str) -> Table:
@@ -82,7 +156,8 @@ def _difference_cells(results: Results, rows: pd.DataFrame) -> Line:
     """The figures of one cell by metric, the deciding metric first."""
     deciding = results.evaluation.deciding
     has_ratio = METRICS[deciding].ratio
-    names = [name for name in results.metrics if name in rows.index]
+    dense = _dense_metrics(results) if results.methods else []
+    names = [name for name in results.metrics if name in rows.index and name not in dense]
     line: Line = {}
     if has_ratio:
         line[f"{METRICS[deciding].heading} ratio"] = rows.loc[deciding, "ratio_figure"]
@@ -123,6 +198,30 @@ def strata_table(results: Results, method: str) -> Table:
     return _table(results, rows, name, title, caption, lines)
 
 
+def overview_table(results: Results) -> Table:
+    """The table of the deciding metric by method and model (rows) and keep ratio (columns)."""
+    metric = METRICS[results.evaluation.deciding]
+    whole = results.compressed(results.rows)
+    rows = whole[whole["final"] & (whole["metric"] == results.evaluation.deciding)]
+    lines = []
+    for method in results.methods:
+        for model in results.models:
+            cells = rows[(rows["method"] == method) & (rows["model"] == model)]
+            if len(cells):
+                keeps = map(keep_label, cells["keep_ratio"])
+                figures = dict(zip(keeps, cells["figure"], strict=True))
+                lines.append({"method": method, "model": model, **figures})
+    caption = f"{metric.heading} ({metric.unit}) by method and share of the slots kept."
+    return _table(results, rows, "overview", f"{metric.label} by slots kept", caption, lines)
+
+
+def overview_text(results: Results) -> str:
+    """The table of ``overview_table`` as aligned text."""
+    table = overview_table(results)
+    texts = table.frame.map(lambda cell: cell.text if isinstance(cell, Figure) else cell)
+    return f"{table.title}\n{texts.to_string(index=False)}\n"
+
+
 def costs_table(results: Results) -> Table:
     """The table of quality and cost at the last step of every method."""
     whole = results.compressed(results.rows)
@@ -145,8 +244,12 @@ def headline_text(results: Results | Path) -> str:
     if isinstance(results, Path):
         results = read_results(results)
     names = results.methods or dict.fromkeys(results.whole["method"])
-    frames = [quality_table(results, name).frame.assign(method=name) for name in names]
-    frame = pd.concat(frames).fillna("").set_index(["method", "model", "keep"]).reset_index()
+    lines: list[Line] = []
+    for name in names:
+        _, of_method = _quality_lines(results, name, with_dense=True)
+        lines += [{"method": name, **line} for line in of_method]
+    frame = _useful_columns(pd.DataFrame(lines).fillna(""))
+    frame = frame.set_index(["method", "model", "keep"]).reset_index()
     texts = frame.map(lambda cell: cell.text if isinstance(cell, Figure) else cell)
     counts = sizes(results.whole, results.evaluation.example_name)
     return "\n".join([*results.warnings, counts, texts.to_string(index=False), ""])
@@ -194,15 +297,14 @@ def _table(
     lines: Sequence[Line],
     notes: Sequence[str] = (),
 ) -> Table:
-    """The table without a column of steps if there are none, or of equal numbers of examples.
+    """The table without empty columns, and without equal numbers of examples or a single model.
 
     ``rows`` are the source of its figures, and are used for the note on small samples.
     """
     frame = pd.DataFrame(lines).fillna("")
-    if "steps" in frame and not frame["steps"].any():
-        frame = frame.drop(columns="steps")
-    if "n" in frame and frame["n"].nunique() == 1:
-        frame = frame.drop(columns="n")
+    frame = _useful_columns(frame)
+    if "model" in frame and len(results.models) == 1:
+        frame = frame.drop(columns="model")
     all_notes = ["95% intervals.", *results.warnings, *_small_sample_notes(rows), *notes]
     figures = [cell for cell in frame.to_numpy().flat if isinstance(cell, Figure)]
     if results.paper_note and any(figure.paper for figure in figures):
@@ -211,6 +313,19 @@ def _table(
     if results.pairs and not name.startswith("differences"):
         caption += f" Marked: better or worse than {results.pairs[0][1]}."
     return Table(name, title, caption, frame, tuple(all_notes))
+
+
+def _useful_columns(frame: pd.DataFrame) -> pd.DataFrame:
+    """The columns that are not empty, and numbers of examples only if they differ."""
+    frame = frame.loc[:, [not frame[column].map(_is_empty).all() for column in frame]]
+    if "n" in frame and frame["n"].nunique() == 1:
+        frame = frame.drop(columns="n")
+    return frame
+
+
+def _is_empty(cell: Cell) -> bool:
+    """Whether a cell shows nothing."""
+    return math.isnan(cell.value) if isinstance(cell, Figure) else not cell
 
 
 def _small_sample_notes(rows: pd.DataFrame) -> list[str]:

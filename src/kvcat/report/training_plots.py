@@ -57,7 +57,7 @@ def training_plot(runs: Mapping[str, pd.DataFrame], models: Sequence[str]) -> Pl
     for label, rows in runs.items():
         if _routers(rows):
             panels.append((f"{label}: fraction kept", partial(_draw_kept, rows)))
-    title = "Training runs: lines are training batches, marks are validation"
+    title = "Training runs: lines are averages over training batches, marks are validation"
     return Plot("training", title, panels)
 
 
@@ -70,10 +70,19 @@ def _draw_losses(
         measured = rows[rows[name].notna()]
         train = measured[measured["kind"] == "train"]
         validation = measured[measured["kind"] == "validation"]
+        if measured.empty:
+            continue
         smoothed = _smoothed(train[name])
-        axes.plot(train["step"], smoothed, color=style["color"], alpha=0.45, linewidth=1.0)
+        axes.plot(
+            train["step"],
+            smoothed,
+            color=style["color"],
+            alpha=0.45,
+            linewidth=1.0,
+            label=f"{label}, training",
+        )
         if len(validation):
-            axes.plot(validation["step"], validation[name], label=label, **style)
+            axes.plot(validation["step"], validation[name], label=f"{label}, validation", **style)
     axes.set_xlabel("training step")
     axes.set_ylabel("nats per token")
 
@@ -95,6 +104,6 @@ def _routers(rows: pd.DataFrame) -> list[str]:
 
 
 def _smoothed(values: pd.Series) -> pd.Series:
-    """The running mean over about a fiftieth of the run, over less at the ends."""
-    window = 2 * (len(values) // 100) + 1
+    """The running mean over about a tenth of the run, over less at the ends."""
+    window = 2 * (len(values) // 20) + 1
     return values.rolling(window, center=True, min_periods=1).mean()

@@ -10,6 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 from kvcat.choices import Bos
 from kvcat.errors import InputError
+from kvcat.option_types import Unset
 from kvcat.options import describe_type, parse_spec, typed_value
 from kvcat.plugins import POLICIES, plugin_names
 
@@ -34,16 +35,16 @@ class TrainConfig:
     # NAME,option=value,... for a policy with options. With control there is no masked pass, and
     # the loss is the next-token loss alone.
     policy: str = "router"
-    # First layer of each group of layers that share a mask, such as 0 6 12 18; None spaces
-    # num_groups evenly.
-    group_starts: tuple[int, ...] | None = None
-    num_groups: int = 4  # Number of groups if group_starts is None.
+    # First layer of each group of layers that share a mask, such as 0 6 12 18; by default
+    # num_groups groups of equal size.
+    group_starts: Unset[tuple[int, ...]] = None
+    num_groups: int = 4  # Number of groups, unless group_starts names them.
     target_keep: float = 0.5  # Kept fraction rho that the policy aims at, in (0, 1).
     # Steps over which the routers' target falls from 1 to target_keep. Not in the paper.
     target_warmup_steps: int = 0
     # Two fractions between which each step draws a split: the masked pass runs only the tokens
-    # after it. Not in the paper, which hides slots everywhere (None).
-    prefix_range: tuple[float, float] | None = None
+    # after it. Not in the paper; without it, slots are hidden everywhere.
+    prefix_range: Unset[tuple[float, float]] = None
     # With prefix_range: the masked pass does not train the prefix's keys and values. Not in the
     # paper.
     detach_prefix: bool = False
@@ -57,13 +58,13 @@ class TrainConfig:
     anchor_weight: float = 1.0
     # Weight of the budget loss. Policies that keep an exact count have none.
     budget_weight: float = 0.1
-    # Tokens at the start of each document: those that the tokenizer adds (auto), at least BOS
-    # (always), or none (never).
+    # Tokens at the start of each document: those that the tokenizer adds (auto), at least
+    # BOS (always), or none (never).
     bos: Bos = "auto"
     seq_len: int = 1024  # Tokens per sequence.
     batch_size: int = 8  # Sequences per optimizer step, over all processes.
-    # Sequences per forward pass of one process; None: all that the process has in a step.
-    micro_batch_size: int | None = None
+    # Sequences per forward pass of one process; by default all that the process has in a step.
+    micro_batch_size: Unset[int] = None
     max_steps: int = 300  # Optimizer steps.
     warmup_steps: int = 20  # Steps of linear warm-up.
     peak_lr: float = 1e-4  # Highest learning rate.

@@ -7,7 +7,7 @@ import tyro
 
 from kvcat.evals.evaluation import CompressingEvaluation, PaperFigures, ReportFacts
 from kvcat.evals.metrics import Metric, share_of_examples
-from kvcat.option_types import Bos, Count, Strings, flat
+from kvcat.option_types import Bos, Count, Strings, Unset, flat
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task
@@ -60,7 +60,7 @@ class LongBench(CompressingEvaluation):
     """Sub-domains, or `all`; by default the paper's seven, 221 rows."""
     max_tokens: Count = 32_768
     """Longest sequence, in tokens; contexts are cut in the middle so that two copies fit."""
-    limit: Count | None = None
+    limit: Unset[Count] = None
     """Number of examples; the first ones are a fair sample. All by default."""
     bos: Bos = "auto"
     batch_size: tyro.conf.Suppress[int] = 1

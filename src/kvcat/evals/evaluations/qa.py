@@ -8,7 +8,7 @@ import tyro
 
 from kvcat.evals.evaluation import Evaluation, PaperFigures, ReportFacts
 from kvcat.evals.metrics import Metric, share_of_examples
-from kvcat.option_types import Count, Strings, flat
+from kvcat.option_types import Count, Strings, Unset, flat
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task
@@ -61,7 +61,7 @@ class QA(Evaluation):
     }
     paper = PaperFigures(metrics={"acc_per_char": "accuracy"}, compresses=False, average="six")
 
-    data: Path | None = None
+    data: Unset[Path] = None
     """Folder with a JSON Lines file TASK*.jsonl for each task; default: the Hub."""
     tasks: Annotated[Strings, tyro.conf.arg(name="task")] = ()
     """hellaswag, winogrande, piqa, social_i_qa, openbookqa, arc_easy, arc_challenge,

@@ -38,6 +38,7 @@ class Suffix(CompressingEvaluation):
             "retention",
         ),
         example_name="window",
+        method_metrics=("kl", "top1"),
         step_metrics=("kl", "delta_ppl"),
         sizes="{prefix_len} prefix and {suffix_len} suffix tokens",
     )

@@ -1,0 +1,58 @@
+"""The leaderboard's tool calls: a table where the model can call, a sentence where it cannot."""
+
+from itertools import product
+
+from leaderboard_tools import tool_calls_section, tools_folder
+
+from kvcat.evals import Record, ResultsFolder
+
+CASES = 24
+KEEPS = (0.1, 0.4)
+METHODS = {"snapkv": "SnapKV", "kvpress:KVzipPress": "KVzip"}
+
+
+def write_calls(out, method, *, right, dense_right):
+    """Results in which the first cases are right: so many of the method, so many of the cache."""
+    folder = tools_folder(out, "model", method)
+    config = {
+        "evaluation": "tools",
+        "dataset": "d",
+        "num_examples": CASES,
+        "methods": [
+            {"name": method, "options": {}, "num_examples": CASES, "keep_ratios": list(KEEPS)}
+        ],
+    }
+    records = []
+    cells = [("dense", 1.0), ("no-context", 0.0), *((method, keep) for keep in KEEPS)]
+    for case, (name, keep) in product(range(CASES), cells):
+        is_dense_right = float(case < dense_right)
+        score = {"dense": is_dense_right, "no-context": 0.0}.get(name, float(case < right))
+        values = {}
+        for metric in ("schema_valid", "right_function", "exact_match"):
+            values |= {metric: score, f"dense_{metric}": is_dense_right}
+        place = ("d", "", f"case{case}", "0", values)
+        records.append(
+            Record("model", "f", "float32", name, "{}", keep, None, None, *place),
+        )
+    with ResultsFolder(folder, config) as written:
+        written.append(records)
+
+
+def test_right_calls_are_a_row_for_each_measured_method(tmp_path):
+    write_calls(tmp_path, "kvpress:KVzipPress", right=12, dense_right=24)
+    sentence, lines = tool_calls_section(tmp_path, "model", METHODS, KEEPS)
+    assert sentence.startswith("Right calls of a function, per cent, in 24 contexts")
+    assert "the dense cache 100.0 [" in sentence
+    assert lines[0] == "| slots kept | 10 % | 40 % |"
+    assert [line.partition(" [")[0] for line in lines[2:]] == ["| KVzip | 50.0"]
+    write_calls(tmp_path, "snapkv", right=6, dense_right=24)
+    _, lines = tool_calls_section(tmp_path, "model", METHODS, KEEPS)
+    assert [line.partition(" [")[0] for line in lines[2:]] == ["| SnapKV | 25.0", "| KVzip | 50.0"]
+
+
+def test_a_model_that_cannot_call_has_a_sentence_and_no_table(tmp_path):
+    write_calls(tmp_path, "snapkv", right=0, dense_right=0)
+    sentence, lines = tool_calls_section(tmp_path, "model", METHODS, KEEPS)
+    assert sentence.endswith("That is too few to compare methods, so there is no table.")
+    assert lines == []
+    assert tool_calls_section(tmp_path, "other", METHODS, KEEPS) == ("", [])
