@@ -34,8 +34,8 @@ def scripts():
 def blocks(page):
     """The tables of a page by name."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    found = re.findall(r"<!-- table (\S+) -->\n\n(.*?)\n<!-- end of the table -->", text, re.DOTALL)
-    return dict(found)
+    pattern = r"<!-- table (\S+) -->\n\n(.*?)\n<!-- end of the table -->"
+    return dict(re.findall(pattern, text, re.DOTALL))
 
 
 @pytest.mark.parametrize(
