@@ -34,8 +34,8 @@ def scripts():
 def blocks(page):
     """The tables of a page by name."""
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    found = re.findall(r"<!-- table (\S+) -->\n\n(.*?)\n<!-- end of the table -->", text, re.DOTALL)
-    return dict(found)
+    pattern = r"<!-- table (\S+) -->\n\n(.*?)\n<!-- end of the table -->"
+    return dict(re.findall(pattern, text, re.DOTALL))
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,20 @@ def test_a_p_value_on_the_page_is_the_share_of_exchanges_with_as_large_a_differe
     table = blocks("results/paper-forms.md")["books/router-256"]
     (line,) = (line for line in table.splitlines() if "NLL on the cache, SnapKV" in line)
     assert line.split("|")[3].split(" p ")[1].strip() == f"{p_value:.3f}".lstrip("0")
+
+
+def test_every_entry_of_the_log_has_a_verdict_and_a_row_in_the_index_newest_first():
+    index = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[(.+?)\]\(log/(.+?\.md)#", index, re.MULTILINE)
+    days = [day for day, _, _ in rows]
+    assert days == sorted(days, reverse=True)
+    entries = set()
+    for page in (ROOT / "docs" / "log").glob("*.md"):
+        for entry in page.read_text(encoding="utf-8").split("\n## ")[1:]:
+            title, _, body = entry.partition("\n")
+            assert body.strip().startswith("*Verdict*: "), title
+            entries.add((page.name[:10], title, page.name))
+    assert set(rows) == entries
 
 
 def made_up_rows():

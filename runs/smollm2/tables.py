@@ -200,7 +200,7 @@ def controls() -> str:
         cells = []
         for method in METHODS:
             at = [run[(run["method"] == method) & (run["keep_ratio"] == keep)] for keep in keeps]
-            cells.append(" ".join(short(f"{part['kl'].mean():.4f}") for part in at))
+            cells.append(" ".join(short(f"{cell_rows['kl'].mean():.4f}") for cell_rows in at))
         lines.append(line([thousands(model), *means, *cells]))
     return "\n".join(lines)
 
