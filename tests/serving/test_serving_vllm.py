@@ -250,7 +250,7 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
     connector._failed_requests = set()
     connector._invalid_blocks = set()
     connector._loaded = room.Prefix.load
-    prefix = read_prefix(world.folder / "short")._replace(digest="another")
+    prefix = replace(read_prefix(world.folder / "short"), digest="another")
     connector._connector_metadata = room._Step(
         [room._Load(prefix, 0, torch.arange(7), [3, 4])], {"r"}
     )

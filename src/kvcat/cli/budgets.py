@@ -14,6 +14,7 @@ def budgets(
     output: opt.Output,
     documents: opt.Count = 50,
     tokens: opt.Count = 1024,
+    two_sizes: bool = False,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -34,6 +35,8 @@ def budgets(
         output: JSON file to write.
         documents: Most documents to use, the first that are long enough, of files in random order.
         tokens: Length of the excerpt of every document.
+        two_sizes: Only two numbers of slots, one for long layers and one for the others, for vLLM:
+            docs/serving.md.
         text_column: Column of a table that holds the texts.
         id_column: Column of a table that holds the ids of the documents.
     """
@@ -58,6 +61,8 @@ def budgets(
         num_tokens=tokens,
         seed=seed,
     )
+    if two_sizes:
+        calibrated = calibrated.in_two_sizes()
     calibrated.save(output)
     if calibrated.num_documents < documents:
         print(f"only {calibrated.num_documents} documents have {tokens} tokens", file=sys.stderr)

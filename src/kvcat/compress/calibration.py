@@ -8,12 +8,12 @@ import hashlib
 import json
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -37,6 +37,14 @@ CHARACTERS_PER_TOKEN = 8  # more than any text needs on average
 _LEAST_ERROR = 1e-9  # relative to that of the smallest size
 
 
+class TwoSizes(NamedTuple):
+    """Numbers of slots of two kinds of layers."""
+
+    error: float  # total of all heads
+    long: int
+    short: int
+
+
 @dataclass(frozen=True)
 class CalibratedBudgets:
     """The mean error of every head of a model by number of slots.
@@ -47,6 +55,9 @@ class CalibratedBudgets:
         num_tokens: tokens of each.
         sizes: numbers of slots of these, ascending from 1 to all.
         errors: by layer and KV head, the error at each size.
+        long_layers: the heads of these layers all get the same number of slots, and those of the
+            others another, smaller one, for engines with two kinds of layers; (): every head its
+            own.
     """
 
     model: str
@@ -55,6 +66,7 @@ class CalibratedBudgets:
     num_tokens: int
     sizes: tuple[int, ...]
     errors: tuple[tuple[tuple[float, ...], ...], ...]
+    long_layers: tuple[int, ...] = ()
 
     def allocate(self, prefix: Trace, num_slots: int) -> dict[HeadIndex, int]:
         """The number of slots of every head of a prefix; their average is ``num_slots``.
@@ -69,42 +81,78 @@ class CalibratedBudgets:
         Raises:
             InputError: another model, or an average below the smallest size that was measured.
         """
-        self._check_model(prefix)
+        self._check_fingerprint(prefix.fingerprint, prefix.model)
+        self._check_prefix(prefix, num_slots)
         prefix_len = prefix.max_slots
-        average = num_slots / prefix_len
-        smallest = self.sizes[0] / self.num_tokens
-        if average < smallest:
-            raise InputError(
-                f"the budgets of {self.model} hold sizes from {smallest:.2g} of a text, measured "
-                f"on {self.num_tokens} tokens; {num_slots} of {prefix_len} slots are fewer: choose "
-                "budgets=adaptive, or calibrate with more --tokens"
-            )
+        counts_of_layers = [prefix.counts(layer).tolist() for layer in range(len(prefix.keys))]
+        if self.long_layers:
+            _, long, short = self.two_sizes(num_slots, prefix_len)
+            return {
+                (layer, example, head): min(count, long if layer in self.long_layers else short)
+                for layer, counts_of_examples in enumerate(counts_of_layers)
+                for example, counts in enumerate(counts_of_examples)
+                for head, count in enumerate(counts)
+            }
         curves: dict[HeadIndex, Curve] = {}
         candidates = slot_sizes(num_slots, prefix_len)
-        for layer in range(len(prefix.keys)):
-            for example, counts in enumerate(prefix.counts(layer).tolist()):
+        for layer, counts_of_examples in enumerate(counts_of_layers):
+            for example, counts in enumerate(counts_of_examples):
                 for head, count in enumerate(counts):
                     sizes = sorted({min(size, count) for size in candidates})
                     errors = self._errors_at(layer, head, sizes, prefix_len)
                     curves[layer, example, head] = dict(zip(sizes, errors, strict=True))
         return share_out(curves, num_slots, prefix_len, by_layer=False)
 
-    def _check_model(self, prefix: Trace) -> None:
-        if not are_comparable(self.fingerprint, prefix.fingerprint):
+    def two_sizes(self, num_slots: int, prefix_len: int) -> TwoSizes:
+        """The numbers of slots of the heads of long layers and of the others.
+
+        Of all pairs whose average is at most ``num_slots``, the pair with the smallest total error.
+        """
+        sizes = np.arange(1, prefix_len + 1)
+        errors = [np.zeros(prefix_len), np.zeros(prefix_len)]  # of short and of long layers
+        num_heads = [0, 0]
+        for layer, of_layer in enumerate(self.errors):
+            is_long = layer in self.long_layers
+            num_heads[is_long] += len(of_layer)
+            for head in range(len(of_layer)):
+                errors[is_long] += self._errors_at(layer, head, sizes.tolist(), prefix_len)
+        short = sizes[:num_slots]
+        num_left = sum(num_heads) * num_slots - num_heads[False] * short
+        long = np.minimum(num_left // num_heads[True], prefix_len)
+        totals = errors[False][short - 1] + errors[True][long - 1]
+        best = totals.argmin()
+        return TwoSizes(float(totals[best]), int(long[best]), int(short[best]))
+
+    def check_model(self, model: PreTrainedModel) -> None:
+        """Reject another model with an ``InputError``."""
+        self._check_fingerprint(fingerprint(model), model)
+
+    def _check_fingerprint(self, known: str, model: PreTrainedModel) -> None:
+        if not are_comparable(self.fingerprint, known):
             raise InputError(
                 f"the budgets of {self.model} are of an older kvcat: `kvcat budgets` again"
             )
-        if self.fingerprint != prefix.fingerprint:
+        if self.fingerprint != known:
             raise InputError(
                 f"the budgets belong to {self.model} (fingerprint {self.fingerprint[:12]}), not to "
-                f"{model_name(prefix.model)} ({prefix.fingerprint[:12]})"
+                f"{model_name(model)} ({known[:12]})"
             )
+
+    def _check_prefix(self, prefix: Trace, num_slots: int) -> None:
+        """Reject a prefix of other layers and heads, and an average that was not measured."""
         heads = [keys.shape[1] for keys in prefix.keys]
         measured = [len(of_layer) for of_layer in self.errors]
         if heads != measured:
             raise InputError(
                 f"the budgets have {len(measured)} layers of {max(measured, default=0)} heads, the "
                 f"prefix {len(heads)} of {max(heads)}"
+            )
+        smallest = self.sizes[0] / self.num_tokens
+        if num_slots / prefix.max_slots < smallest:
+            raise InputError(
+                f"the budgets of {self.model} hold sizes from {smallest:.2g} of a text, measured "
+                f"on {self.num_tokens} tokens; {num_slots} of {prefix.max_slots} slots are fewer: "
+                "choose budgets=adaptive, or calibrate with more --tokens"
             )
 
     def _errors_at(self, layer: int, head: int, sizes: list[int], prefix_len: int) -> list[float]:
@@ -115,6 +163,32 @@ class CalibratedBudgets:
         log_fractions = np.log(np.array(self.sizes) / self.num_tokens)
         wanted = np.log(np.array(sizes) / prefix_len)
         return np.exp(np.interp(wanted, log_fractions, log_errors)).tolist()
+
+    def in_two_sizes(self) -> "CalibratedBudgets":
+        """The same budgets with long layers, chosen for a tenth of the text.
+
+        Their number is such that the smaller kind of layers divides all: engines hold layers in
+        groups of equally many.
+        """
+        num_slots = max(1, self.num_tokens // 10)
+        curves: dict[HeadIndex, Curve] = {}
+        sizes = slot_sizes(num_slots, self.num_tokens)
+        for layer, of_layer in enumerate(self.errors):
+            for head in range(len(of_layer)):
+                errors = self._errors_at(layer, head, sizes, self.num_tokens)
+                curves[layer, 0, head] = dict(zip(sizes, errors, strict=True))
+        slots = share_out(curves, num_slots, self.num_tokens, by_layer=True)
+        num_layers = len(self.errors)
+        by_need = sorted(range(num_layers), key=lambda layer: -slots[layer, 0, 0])
+        choices = []
+        for num_long in range(1, num_layers):
+            if num_layers % min(num_long, num_layers - num_long) == 0:
+                choice = replace(self, long_layers=tuple(sorted(by_need[:num_long])))
+                error = choice.two_sizes(num_slots, self.num_tokens).error
+                choices.append((error, num_long, choice))
+        if not choices:
+            raise InputError("a model of one layer has no long and short layers")
+        return min(choices)[2]
 
     @cached_property
     def digest(self) -> str:
@@ -146,7 +220,9 @@ class CalibratedBudgets:
         errors = tuple(
             tuple(tuple(of_head) for of_head in of_layer) for of_layer in content.pop("errors")
         )
-        return cls(sizes=tuple(content.pop("sizes")), errors=errors, **content)
+        sizes = tuple(content.pop("sizes"))
+        long_layers = tuple(content.pop("long_layers"))
+        return cls(sizes=sizes, errors=errors, long_layers=long_layers, **content)
 
 
 def calibrate(
