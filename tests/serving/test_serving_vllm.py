@@ -49,6 +49,7 @@ class World:
             "heads": ragged(self.cache(1, 70)),
             "layers": self.cache(2, (40, 9)),
             "short": self.cache(3, 7),
+            "deep": evicted(self.model, ids(1, 120), (100, 9), log_bias=True),
             "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}),
             "block": self.cache(5, 64),
         }
@@ -298,18 +299,18 @@ def test_a_file_that_changes_between_scheduler_and_worker_fails_the_blocks_that_
 
 
 def test_a_killed_server_answers_again_after_its_restart_with_short_layers_in_a_window(world):
-    """The second layer of "layers" has 9 slots of 40: with the text after them they fit into the
-    window."""
+    """The second layer of "layers" and "deep" has 9 slots: with the text after them they fit into
+    the window of 32, outside of which "deep" has two blocks that vLLM does not hold."""
     world.kill()
     kinds = ["full_attention", "sliding_attention"]
     world.start("--hf-overrides", json.dumps({"layer_types": kinds, "sliding_window": 32}))
     for _ in range(2):  # the second time from vLLM's prefix cache
         for text in QUESTIONS:
-            for name in ("layers", "short", "doc1"):
+            for name in ("layers", "short", "deep", "doc1"):
                 assert world.ask(text, name) == world.wanted(world.tokens(text), name), (text, name)
     assert world.ask("the cat", "heads")[0] == 500
     assert world.ask("the cat", ["doc0", "doc1"])[0] == 500
-    assert "window of 32 tokens, 69 of them" in world.log.read_text()
+    assert "window of 32 tokens, 70 of them" in world.log.read_text()
     plain = world.tokens("the cat sees")
     assert world.ask(plain) == world.wanted(plain)
     assert world.ask([*plain] * 8)[0] == 500
