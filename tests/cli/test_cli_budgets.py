@@ -1,9 +1,11 @@
 """kvcat budgets from the command line, and compression with its file."""
 
 import json
+from dataclasses import replace
 
 import kvcat
 from kvcat.cli.app import run
+from kvcat.compress import CalibratedBudgets
 from tiny import sentences
 
 
@@ -26,6 +28,13 @@ def test_budgets_are_measured_once_and_used_for_other_documents(
     assert run([str(word) for word in words]) == 0
     made = kvcat.CompactCache.load(cache)
     assert made.metadata["budgets"].startswith("budgets.json ")
+    store = tmp_path / "store"
+    words = ["compress", tiny_folder, "--corpus", corpus, "--keep", "0.25", "-o", store]
+    words += ["--method", f"attention-matching,budgets={file}"]
+    assert run([str(word) for word in words]) == 0
+    budgets = CalibratedBudgets.load(file)
+    replace(budgets, num_documents=9).save(file)
+    assert "was made with budgets" in mistake(*words)
     words = ["budgets", tiny_folder, "--corpus", corpus, "-o", tmp_path / "b", "--tokens", 200]
     assert "no document has 200 tokens" in mistake(*words)
 

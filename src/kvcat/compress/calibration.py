@@ -7,6 +7,7 @@ need not be computed. Sizes are fractions of the text.
 import hashlib
 import json
 import random
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
@@ -32,8 +33,11 @@ from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"
+MEASURED = ("adaptive", "layers")
+"""Budgets that are measured on the document itself."""
 GRID_STEP = 2**0.5
 CHARACTERS_PER_TOKEN = 8  # more than any text needs on average
+_BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
 _LEAST_ERROR = 1e-9  # relative to that of the smallest size
 
 
@@ -323,6 +327,11 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
         raise InputError(f"no file of budgets {path}")
     status = path.stat()
     return _load(path.resolve(), (status.st_mtime_ns, status.st_size, status.st_ino))
+
+
+def budget_files(method: str) -> list[str]:
+    """The files of budgets in the text of a method, also in brackets."""
+    return [text for text in _BUDGETS.findall(method) if text not in ("equal", *MEASURED)]
 
 
 def _checksum(content: dict[str, Any]) -> str:

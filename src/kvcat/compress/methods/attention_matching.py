@@ -22,7 +22,7 @@ from kvcat.cache import (
 )
 from kvcat.compress.base import Compressor, compact_cache, top_positions
 from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
-from kvcat.compress.calibration import CalibratedBudgets, load_budgets
+from kvcat.compress.calibration import MEASURED, CalibratedBudgets, load_budgets
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.heads import (
     DenseAttention,
@@ -41,8 +41,7 @@ from kvcat.errors import InputError
 from kvcat.options import check_options
 from kvcat.types import Float, Int, Tensor
 
-ADAPTIVE = ("adaptive", "layers")
-BUDGETS = ("equal", *ADAPTIVE)
+BUDGETS = ("equal", *MEASURED)
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 3e-3},
@@ -213,7 +212,7 @@ class AttentionMatching(_Options):
         allocations: list[dict[HeadIndex, int]] = []
         if calibrated is not None:
             allocations = [calibrated.allocate(prefix, size) for size in sizes]
-        is_measured = self.budgets in ADAPTIVE
+        is_measured = self.budgets in MEASURED
         curve_sizes: set[int] = set()
         if is_measured:
             curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
