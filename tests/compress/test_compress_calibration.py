@@ -101,6 +101,8 @@ def test_a_file_of_the_documents_errors_gives_the_cache_of_the_adaptive_choice(
         assert torch.equal(layer.counts, expected.counts)
     assert wanted.max_slots > 8
     assert cache.metadata["budgets"] == f"b.json {budgets.digest[:12]}"
+    refined = make_compressor("refined", budgets=str(tmp_path / "b.json"), num_steps=1)
+    assert refined(one, num_slots=8).metadata["budgets"] == cache.metadata["budgets"]
 
 
 def test_errors_are_means_over_the_first_documents_that_are_long_enough(tokenizer):
