@@ -8,11 +8,10 @@
 Every window is a document of --prefix tokens and the 256 tokens after it, which the cache does not
 know. An engine holds equally many cells in every head (llama.cpp, and vLLM as it is), as many in
 every head of a layer (vLLM with long and short layers), or what every head needs (kvcat). A method
-gets the largest cache whose cells are at most a share of the dense cache's (of
-a few sizes, where the fullest head is not known beforehand). Figures are
-KL(dense || compact) in nats per token, the ratio to the first row, and processor seconds of the
-compression (of one size). Records in --out continue an
-interrupted run.
+gets the largest cache whose cells are at most a share of the dense cache's (of a few sizes, where
+the fullest head is not known beforehand). Figures are the mean KL(dense || compact) in nats per
+token, the geometric mean of its ratio to the first row, and processor seconds of the compression
+(of one size). Records in --out continue an interrupted run.
 """
 
 import argparse
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
@@ -119,9 +119,11 @@ def measure(
 
 
 def report(records: list[dict], options: argparse.Namespace) -> None:
-    """A Markdown table of mean KL and its ratio to the first row, and of seconds."""
+    """A Markdown table of mean KL, of the geometric mean of its ratio to the first row, and of
+    seconds."""
     frame = pd.DataFrame(records)
     kl = frame.groupby(["row", "memory"]).kl.mean()
+    logs = frame.assign(log=np.log(frame.kl)).groupby(["row", "memory"]).log.mean()
     seconds = frame.groupby(["row", "memory"]).seconds.median()
     slots = frame.groupby(["row", "memory"]).slots.mean()
     head = [f"{100 * memory:g} %" for memory in options.memory]
@@ -129,7 +131,7 @@ def report(records: list[dict], options: argparse.Namespace) -> None:
     print("|---" * (len(head) + 3) + "|")
     for number, row in enumerate(rows(options)):
         cells = [
-            f"{kl[number, memory]:.3g}, {kl[number, memory] / kl[0, memory]:.2f}"
+            f"{kl[number, memory]:.3g}, {np.exp(logs[number, memory] - logs[0, memory]):.2f}"
             for memory in options.memory
         ]
         time_of = f"{seconds[number].mean():.2f}"
