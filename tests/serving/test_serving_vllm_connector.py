@@ -2,6 +2,7 @@
 store, bounded memory. vLLM itself need not be installed."""
 
 import copy
+import importlib.util
 import json
 import sys
 from types import SimpleNamespace
@@ -21,6 +22,9 @@ from kvcat.serving.requests import request_fields
 from tiny import loud_model, sentences
 
 pytest.importorskip("starlette")
+pytestmark = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is not None, reason="vLLM's place is taken by small classes"
+)
 WIDE = 12
 BLOCK = 4
 NUM_BLOCKS = 20

@@ -3,6 +3,7 @@ the tests)."""
 
 import importlib.util
 import sys
+import warnings
 from types import ModuleType, SimpleNamespace
 
 
@@ -48,4 +49,6 @@ def import_serving(monkeypatch):
                 if name not in sys.modules:
                     monkeypatch.setitem(sys.modules, name, ModuleType(name))
             vars(sys.modules[path]).update(names)
-    return importlib.import_module("kvcat.serving.vllm")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # vLLM imports what torch has deprecated
+        return importlib.import_module("kvcat.serving.vllm")
