@@ -10,6 +10,7 @@ EXTRAS = {
 }
 """Packages of each extra. Each extra includes those before it."""
 _EXTRA_OF_COMMAND = {
+    "budgets": "corpus",
     "compress": "corpus",
     "generate": "corpus",
     "chat": "corpus",

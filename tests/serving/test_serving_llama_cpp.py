@@ -8,6 +8,7 @@ import pytest
 import torch
 from evicted_caches import evicted, ids, make_model, our_logits, ragged
 
+import kvcat
 from gguf_files import write_gguf as write_plain_gguf
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.errors import InputError
@@ -104,6 +105,26 @@ def test_a_plain_cache_answers_in_a_plain_model(tmp_path, kind):
         assert torch.allclose(
             each_logits(running, suffix[0]), our_logits(model, cache, suffix)[0], atol=1e-3
         )
+
+
+@pytest.mark.parametrize("seam_tokens", [0, 3])
+def test_composed_caches_are_one_state_of_the_engine(served, tmp_path, seam_tokens):
+    """The default's unequal heads, of three documents one behind the other."""
+    model, path = served("qwen2")
+    caches = []
+    for number, length in enumerate((24, 40, 31)):
+        document = kvcat.trace(model, ids(1, length, seed=number), supervision="self")
+        caches.append(kvcat.AttentionMatching()(document, num_slots=8))
+    composed = kvcat.compose(model, caches, seam_tokens=seam_tokens)
+    suffix = ids(1, NEW, seed=6)
+    wanted = kvcat.replay(model, composed, suffix)[0]
+    prefix = pack(composed, model, tmp_path / "p", KINDS["qwen2"])
+    assert prefix.num_tokens == 95
+    with closing(LlamaCpp(path, num_ctx=256, cache_type="float32")) as running:
+        running.load(prefix)
+        assert running.position == composed.max_slots
+        logits = each_logits(running, suffix[0])
+    assert (logits - wanted).abs().max() < 1e-3
 
 
 def test_what_does_not_fit_is_rejected_and_the_engine_still_works(served, tmp_path):

@@ -101,7 +101,11 @@ def test_the_file_holds_all_that_a_reader_needs(tmp_path):
         _, layer, kind = name.split(".")
         assert torch.equal(tensor, getattr(plain.layers[int(layer)], kind))
     metadata.pop("sha256")
-    assert json.loads(metadata.pop("metadata")) == {"method": "random", "original_num_tokens": "30"}
+    assert json.loads(metadata.pop("metadata")) == {
+        "method": "random",
+        "original_num_tokens": "30",
+        "layer_slots": "3 8",
+    }
     assert metadata == {
         "format": "kvcat-prefix-1",
         "num_layers": "2",

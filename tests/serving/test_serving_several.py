@@ -1,5 +1,7 @@
 """A request that names several packed caches: their slots as one prefix of the widened model."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from evicted_caches import ids, make_model, rope
@@ -75,7 +77,7 @@ def test_caches_that_cannot_be_joined_are_rejected(tmp_path):
     _, _, _, folder = packed("llama", {}, tmp_path)
     with pytest.raises(InputError, match="no cache 'gone'"):
         folder.find(["doc0", "gone"])
-    chat = folder.find("doc1")._replace(chat=True)
+    chat = replace(folder.find("doc1"), chat=True)
     folder._verified = lambda path, name, version: chat
     with pytest.raises(InputError, match="document 2 opens a turn"):
         folder.find(["doc0", "doc1"])

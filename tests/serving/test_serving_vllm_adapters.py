@@ -1,13 +1,13 @@
 """A request for a compact cache with a LoRA adapter is rejected; vLLM itself need not be
 installed."""
 
-import importlib.util
 import json
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 from evicted_caches import evicted, ids, make_model
+from vllm_modules import import_serving
 
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
@@ -16,33 +16,11 @@ from kvcat.serving.requests import PLACEHOLDER, SALT, CacheFolder
 
 pytest.importorskip("starlette")
 WIDE = 32
-MODULES = {
-    "vllm.distributed.kv_transfer.kv_connector.v1": {
-        "base": SimpleNamespace(
-            KVConnectorMetadata=object,
-            KVConnectorBase_V1=object,
-            KVConnectorRole=object,
-            KVConnectorTransferResults=object,
-        )
-    },
-    "vllm.logger": {"init_logger": lambda _: SimpleNamespace(error=lambda *_: None)},
-    "vllm.model_executor.models.utils": {"extract_layer_index": None},
-    "vllm.tokenizers": {"get_tokenizer": None},
-}
 
 
 @pytest.fixture
 def serving(monkeypatch):
-    """``kvcat.serving.vllm``, with the names that it takes from vLLM where that is missing."""
-    if importlib.util.find_spec("vllm") is None:
-        for path, names in MODULES.items():
-            words = path.split(".")
-            for count in range(1, len(words) + 1):
-                name = ".".join(words[:count])
-                if name not in sys.modules:
-                    monkeypatch.setitem(sys.modules, name, ModuleType(name))
-            vars(sys.modules[path]).update(names)
-    yield importlib.import_module("kvcat.serving.vllm")
+    yield import_serving(monkeypatch)
     sys.modules.pop("kvcat.serving.vllm", None)
 
 
@@ -74,6 +52,7 @@ def test_a_request_with_an_adapter_brings_no_slots_and_fails(serving, caches):
     connector = object.__new__(serving.CompactCacheConnector)
     connector.caches = caches
     connector._prefixes = {}
+    connector.window = None
     prefix = caches.find("doc")
     assert connector._named_prefix(request_for(caches)).digest == prefix.digest
     adapted = request_for(caches, lora_request=SimpleNamespace(lora_name="a", lora_int_id=1))

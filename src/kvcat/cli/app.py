@@ -18,6 +18,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("cli.train.train", "Continue a checkpoint's pretraining with KV-CAT."),
     "export": ("cli.train.export", "Export a checkpoint of a run as a Hugging Face folder."),
     "compress": ("cli.compress.compress", "Compress the KV cache of a document and save it."),
+    "budgets": (
+        "cli.budgets.budgets",
+        "Measure how many slots each head needs, once for a model.",
+    ),
     "generate": ("cli.generate.generate", "Answer prompts from a saved cache."),
     "chat": ("cli.serve.chat", "Ask questions about a compressed document, one after another."),
     "serve": ("cli.serve.serve", "Serve the documents of a store with OpenAI's API."),

@@ -8,7 +8,7 @@ from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
-from kvcat.files import check_new_folder
+from kvcat.files import check_new_folder, write_json
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -124,6 +124,8 @@ def widen(
     head_dim: opt.Unset[int] = None,
     gguf_type: Literal["float16", "float32", "q8_0"] = "float16",
     dtype: opt.Dtype = "float32",
+    budgets: Path | None = None,
+    window: opt.Count | None = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Write a checkpoint with which unmodified engines can answer from any compact cache.
@@ -137,8 +139,15 @@ def widen(
         output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
         head_dim: Head dimension to write; by default the next one that vLLM supports on a CPU.
         gguf_type: Data type of the matrices in a .gguf file.
+        budgets: File of `kvcat budgets --two-sizes`; writes vllm.json, with which vLLM holds the
+            short layers in a window.
+        window: Tokens of that window: slots of the short layers, question and answer.
     """
     is_gguf = output.suffix == ".gguf"
+    if (budgets is None) != (window is None):
+        raise InputError("--budgets and --window belong together")
+    if budgets is not None and is_gguf:
+        raise InputError("--budgets is for vLLM: llama.cpp holds equally many cells in every layer")
     if is_gguf:
         opt.check_output(output, overwrite=overwrite)
     else:
@@ -146,15 +155,22 @@ def widen(
     early.check_model(model)
 
     import kvcat
+    from kvcat.compress.calibration import load_budgets
     from kvcat.models import save
-    from kvcat.serving import widen, write_gguf
+    from kvcat.serving import layer_overrides, widen, write_gguf
 
+    calibrated = None if budgets is None else load_budgets(budgets)
     loaded, tokenizer = kvcat.load(model, dtype=dtype, tokenizer=not is_gguf)
+    overrides = None
+    if calibrated is not None and window is not None:
+        overrides = layer_overrides(loaded, calibrated, window)
     wide = widen(loaded, head_dim)
     if is_gguf:
         write_gguf(wide, output, dtype=gguf_type)
     else:
         save(wide, tokenizer, output)
+    if overrides is not None:
+        write_json(output / "vllm.json", overrides)
     config = wide.config
     print(
         f"{output}: heads of {config.head_dim} channels, "

@@ -4,6 +4,7 @@ trace -> queries -> slots, log-bias, values -> compact cache -> replay
 """
 
 from kvcat.compress.base import Compressor, Scorer, compact_cache, received_mass, slots_for
+from kvcat.compress.calibration import CalibratedBudgets, calibrate
 from kvcat.compress.compare import (
     Scores,
     SmallestCache,
@@ -46,6 +47,7 @@ __all__ = [
     "SCORERS",
     "SNAPSHOT_STEPS",
     "AttentionMatching",
+    "CalibratedBudgets",
     "Compressor",
     "Eviction",
     "GradientCompression",
@@ -59,6 +61,7 @@ __all__ = [
     "SmallestCache",
     "Trace",
     "append",
+    "calibrate",
     "compact_cache",
     "compare",
     "compose",

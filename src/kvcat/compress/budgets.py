@@ -1,22 +1,62 @@
 """Allocation of slots to heads under a total budget."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from itertools import pairwise
 
 import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, take
+from kvcat.compress.heads import (
+    DenseAttention,
+    HeadBatch,
+    HeadIndex,
+    Heads,
+    dense_attention,
+    take,
+)
+from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
 NUM_QUERIES = 128
 _PADDING_ROWS = 8
+CURVE_RIDGE = 1e-4
 _LEAST_RIDGE = 1e-6
 _TINY = 1e-30
 Curve = dict[int, float]
 """The error of one head by its number of slots, ascending."""
+
+
+def attention_and_curves(
+    heads: Heads, groups: Iterable[list[HeadIndex]], sizes: Collection[int]
+) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
+    """Every head's attention over the prefix, and its error by number of slots.
+
+    The error is relative to the residual stream that the head's output is added to.
+
+    Args:
+        heads: with the queries to fit to.
+        groups: of ``heads.groups_for_scores``.
+        sizes: numbers of slots; with none there are no curves.
+    """
+    trace = heads.trace
+    dense: dict[HeadIndex, DenseAttention] = {}
+    curves: dict[HeadIndex, Curve] = {}
+    kv_heads = [keys.shape[1] for keys in trace.keys]
+    gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
+    for group in groups:
+        batch = heads.load(group)
+        attention = dense_attention(batch)
+        dense.update(zip(group, attention.split(), strict=True))
+        if not sizes:
+            continue
+        group_curves = error_curves(batch, attention, sizes, CURVE_RIDGE)
+        for (layer, example, head), curve in zip(group, group_curves, strict=True):
+            gain = gains[layer][head].item() / trace.stream[layer][example].item()
+            scaled = {size: gain * error for size, error in curve.items()}
+            curves[layer, example, head] = scaled
+    return dense, curves
 
 
 def error_curves(

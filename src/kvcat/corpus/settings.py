@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
 from kvcat.choices import DocumentSupervision
+from kvcat.compress.calibration import budget_files, load_budgets
 from kvcat.errors import InputError, check_least
 from kvcat.options import parse_spec
 
@@ -65,8 +66,16 @@ class CorpusSettings:
             )
 
     def record(self) -> dict[str, Any]:
-        """The settings as JSON values by name."""
-        return asdict(self)
+        """The settings as JSON values by name.
+
+        With a file of budgets they hold the file's digest: caches of one store are made with one
+        content.
+        """
+        values = asdict(self)
+        digests = [load_budgets(file).digest for file in budget_files(self.method)]
+        if digests:
+            values["budgets"] = ", ".join(digest[:16] for digest in digests)
+        return values
 
 
 def check_same(address: str, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

@@ -7,9 +7,9 @@ all heads of a layer.
 """
 
 import json
-from dataclasses import replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch.nn.functional import pad
@@ -29,6 +29,7 @@ from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import UNSEEN, widen_keys
 from kvcat.types import Float, Tensor
 
+LAYER_SLOTS = "layer_slots"
 LayerStates = tuple[
     Float[Tensor, "kv_heads slots head_dim"], Float[Tensor, "kv_heads slots head_dim"]
 ]
@@ -77,9 +78,10 @@ def plain_prefix(
             layers.append(CompactLayer(keys, full.values, None))
         else:
             rotated = CompactLayer(keys, full.values, full.log_bias)
-            layers.append(_wide(rotated, cache.max_slots, head_dim))
+            layers.append(wide_layer(rotated, cache.max_slots, head_dim))
     metadata = {**cache.metadata, "original_num_tokens": str(cache.num_tokens)}
     metadata |= first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
+    metadata[LAYER_SLOTS] = " ".join(str(layer.max_slots) for layer in cache.layers)
     if cache.has_log_bias:
         metadata["log_bias"] = "dropped" if drop_log_bias else "in the keys"
     return replace(cache, layers=layers, num_tokens=length, metadata=metadata)
@@ -128,17 +130,49 @@ def export_prefix(
     return plain
 
 
-class Prefix(NamedTuple):
-    """A file of ``export_prefix`` that engines can use; ``load`` reads its tensors."""
+@dataclass(frozen=True, kw_only=True)
+class PackedDocument(ABC):
+    """The cache of one document as a prefix of a model in an engine.
+
+    Args:
+        digest: a checksum, which distinguishes documents.
+        chat: whether the document opens a user's turn in the chat template.
+        num_slots: of every head, and the position of the next token.
+        num_tokens: of the document.
+        shape: layers, KV heads, channels.
+        first_slots: which first tokens have slots (``kvcat.cache.first_slots``).
+        layer_slots: of the fullest head in every layer; the others only fill it up and come first.
+            (): ``num_slots`` in every layer.
+    """
+
+    digest: str
+    chat: bool
+    num_slots: int
+    num_tokens: int = 0
+    shape: tuple[int, int, int]
+    first_slots: str = ""
+    layer_slots: tuple[int, ...] = ()
+
+    @abstractmethod
+    def load(self) -> list[LayerStates]:
+        """Keys and values of every layer.
+
+        Raises:
+            InputError: the cache is damaged or has changed.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prefix(PackedDocument):
+    """A file of ``export_prefix`` that engines can use; ``load`` reads its tensors.
+
+    Args:
+        path: of the file.
+        fingerprint: of the model that the cache was made with.
+    """
 
     path: Path
-    digest: str  # the file's checksum, which distinguishes documents
-    fingerprint: str  # of the model that the cache was made with
-    chat: bool  # whether the document opens a user's turn in the chat template
-    num_slots: int  # of every head, and the position of the next token
-    shape: tuple[int, int, int]  # layers, KV heads, channels
-    num_tokens: int = 0  # of the document
-    first_slots: str = ""  # which first tokens have slots (``kvcat.cache.first_slots``)
+    fingerprint: str
 
     def load(self) -> list[LayerStates]:
         """Keys and values of every layer.
@@ -185,6 +219,7 @@ def read_prefix(path: str | Path) -> Prefix:
         shape=(num_layers, num_kv_heads, head_dim),
         num_tokens=int(entries.get("num_tokens", "0")),
         first_slots=metadata.get(FIRST_SLOTS, ""),
+        layer_slots=tuple(map(int, metadata.get(LAYER_SLOTS, "").split())),
     )
 
 
@@ -215,10 +250,11 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
         )
 
 
-def _wide(layer: CompactLayer, num_slots: int, head_dim: int) -> CompactLayer:
+def wide_layer(layer: CompactLayer, num_slots: int, head_dim: int) -> CompactLayer:
     """The layer with wide keys that hold the log-bias, and ``num_slots`` slots in every head.
 
-    No query sees the added slots.
+    No query sees the added slots. They come first: the layer's slots are next to the text after
+    them, inside the sliding window that a widened model may have in this layer.
     """
     keys = layer.keys  # (batch, kv_heads, slots, narrow)
     narrow = keys.shape[-1]
@@ -226,7 +262,7 @@ def _wide(layer: CompactLayer, num_slots: int, head_dim: int) -> CompactLayer:
     bias = keys.new_zeros(keys.shape[:3])
     if layer.log_bias is not None:
         bias.copy_(layer.log_bias.clamp_min(UNSEEN))
-    wide_keys = pad(widen_keys(keys, head_dim), (0, 0, 0, missing))
-    wide_keys[..., narrow // 2] = pad(bias, (0, missing), value=UNSEEN)
-    wide_values = pad(layer.values, (0, head_dim - layer.values.shape[-1], 0, missing))
+    wide_keys = pad(widen_keys(keys, head_dim), (0, 0, missing, 0))
+    wide_keys[..., narrow // 2] = pad(bias, (missing, 0), value=UNSEEN)
+    wide_values = pad(layer.values, (0, head_dim - layer.values.shape[-1], missing, 0))
     return CompactLayer(wide_keys, wide_values)

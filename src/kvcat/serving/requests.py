@@ -1,4 +1,4 @@
-"""A folder of packed caches that a server answers from: file names to caches, requests to prompts.
+"""Packed caches that a server answers from: names to caches, requests to prompts.
 
 A prompt begins with as many placeholder tokens as the cache has slots. A salt that holds the file's
 checksum separates it from other prompts in the server's prefix cache, and from another document
@@ -6,6 +6,7 @@ under the same name.
 """
 
 import re
+from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from kvcat.cache import are_comparable
 from kvcat.compress.chat import ChatTemplate
 from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
-from kvcat.serving.prefix import Prefix, read_prefix
+from kvcat.serving.prefix import PackedDocument, Prefix, read_prefix
 from kvcat.serving.several import JoinedPrefix, WideRotation, join
 from kvcat.tokenization import TextEncoder
 
@@ -23,15 +24,41 @@ SALT = "kvcat:"
 PLACEHOLDER = 0
 
 
-class CacheFolder:
+class NamedCaches(ABC):
+    """Compact caches that requests name.
+
+    Args:
+        rotation: of the widened model, for requests that name several caches; None: they are
+            rejected.
+    """
+
+    def __init__(self, rotation: WideRotation | None = None) -> None:
+        self.rotation = rotation
+
+    @abstractmethod
+    def find_one(self, name: object) -> PackedDocument:
+        """The cache of a name; ``InputError`` as in ``find``."""
+
+    def find(self, name: object) -> PackedDocument | JoinedPrefix:
+        """The cache of a name, or the caches of a list of names as one.
+
+        Raises:
+            InputError: no such name, a damaged file, a cache of another model or shape, or several
+                caches that cannot be joined.
+        """
+        if isinstance(name, list) and name:
+            return join([self.find_one(each) for each in name], self.rotation)
+        return self.find_one(name)
+
+
+class CacheFolder(NamedCaches):
     """The packed caches of one folder, each verified once, and again when its file changes.
 
     Args:
         folder: holds files of ``kvcat pack``; ``InputError`` if the folder does not exist.
         fingerprint: fingerprint of the model that the caches must belong to.
         shape: layers, KV heads and channels of the served model.
-        rotation: of the widened model, for requests that name several caches; None: they are
-            rejected.
+        rotation: as in ``NamedCaches``.
     """
 
     def __init__(
@@ -41,26 +68,15 @@ class CacheFolder:
         shape: tuple[int, int, int],
         rotation: WideRotation | None = None,
     ):
+        super().__init__(rotation)
         self.folder = Path(folder).expanduser()
         self.fingerprint = fingerprint
         self.shape = shape
-        self.rotation = rotation
-        self._verified = lru_cache(self._read)
+        self._verified = lru_cache(maxsize=4096)(self._read)
         if not self.folder.is_dir():
             raise InputError(f"no folder of caches {folder}")
 
-    def find(self, name: object) -> Prefix | JoinedPrefix:
-        """The cache in the file of that name, or the caches of a list of names as one.
-
-        Raises:
-            InputError: not the name of a file in the folder, a damaged file, a cache of another
-                model or shape, or several caches that cannot be joined.
-        """
-        if isinstance(name, list) and name:
-            return join([self._find_one(each) for each in name], self.rotation)
-        return self._find_one(name)
-
-    def _find_one(self, name: object) -> Prefix:
+    def find_one(self, name: object) -> Prefix:
         """The cache in the file of that name."""
         is_name = isinstance(name, str)
         if not is_name or not re.fullmatch(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}", name):
@@ -96,7 +112,7 @@ class CacheFolder:
 
 
 def request_fields(
-    prefix: Prefix | JoinedPrefix, name: str | list[str], ids: list[int], salt: str = ""
+    prefix: PackedDocument | JoinedPrefix, name: str | list[str], ids: list[int], salt: str = ""
 ) -> dict[str, Any]:
     """The fields ``prompt``, ``cache_salt`` and ``kv_transfer_params`` of a request.
 

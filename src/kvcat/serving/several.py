@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig
 
 from kvcat.cache import count_before
 from kvcat.errors import InputError
-from kvcat.serving.prefix import LayerStates, Prefix
+from kvcat.serving.prefix import LayerStates, PackedDocument
 from kvcat.serving.widen import UNSEEN
 from kvcat.types import Float, Tensor
 
@@ -62,7 +62,7 @@ class WideRotation(NamedTuple):
 class JoinedPrefix(NamedTuple):
     """Packed caches of several documents, one behind the other; used as a ``Prefix``."""
 
-    documents: tuple[Prefix, ...]
+    documents: tuple[PackedDocument, ...]
     rotation: WideRotation
 
     @property
@@ -104,7 +104,8 @@ class JoinedPrefix(NamedTuple):
                 document_keys = states_of_document[layer][0]
                 moved = self.rotation(document_keys, shift) if is_rotated else document_keys.clone()
                 if sinks is not None:
-                    moved[sinks[layer], 0, self.rotation.bias_channel] = UNSEEN
+                    first = _num_hidden(document, layer)
+                    moved[sinks[layer], first, self.rotation.bias_channel] = UNSEEN
                 keys.append(moved)
                 start += document.num_tokens
             values = [states_of_document[layer][1] for states_of_document in loaded]
@@ -112,7 +113,9 @@ class JoinedPrefix(NamedTuple):
         return states
 
 
-def join(documents: Sequence[Prefix], rotation: WideRotation | None) -> Prefix | JoinedPrefix:
+def join(
+    documents: Sequence[PackedDocument], rotation: WideRotation | None
+) -> PackedDocument | JoinedPrefix:
     """One prefix of the documents of several packed caches; a single one is returned unchanged.
 
     Args:
@@ -137,7 +140,12 @@ def join(documents: Sequence[Prefix], rotation: WideRotation | None) -> Prefix |
     return JoinedPrefix(tuple(documents), rotation)
 
 
-def _sinks(document: Prefix) -> list[Tensor] | None:
+def _num_hidden(document: PackedDocument, layer: int) -> int:
+    """Slots that only fill up a layer, which come before the others."""
+    return document.num_slots - document.layer_slots[layer] if document.layer_slots else 0
+
+
+def _sinks(document: PackedDocument) -> list[Tensor] | None:
     """Per layer, the heads whose first slot is the document's first token; None: not recorded."""
     if not document.first_slots:
         return None

@@ -4,6 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import repeat
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -20,14 +21,14 @@ from kvcat.cache import (
     first_slots,
 )
 from kvcat.compress.base import Compressor, compact_cache, top_positions
-from kvcat.compress.budgets import Curve, error_curves, share_out, slot_sizes
+from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
+from kvcat.compress.calibration import MEASURED, CalibratedBudgets, load_budgets
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.heads import (
     DenseAttention,
     HeadBatch,
     HeadIndex,
     Heads,
-    dense_attention,
     draw_rows,
     take,
 )
@@ -37,12 +38,10 @@ from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_val
 from kvcat.compress.solvers import check_ridge
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
-from kvcat.models import output_gains
 from kvcat.options import check_options
 from kvcat.types import Float, Int, Tensor
 
-BUDGETS = ("equal", "adaptive", "layers")
-CURVE_RIDGE = 1e-4  # of the errors that budgets are allocated by
+BUDGETS = ("equal", *MEASURED)
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 3e-3},
@@ -90,8 +89,7 @@ class _Options(Compressor):
 
     def __post_init__(self) -> None:
         if self.budgets not in BUDGETS:
-            choices = ", ".join(BUDGETS)
-            raise InputError(f"budgets must be one of {choices}, not {self.budgets!r}")
+            _check_budget_file(self.budgets)
         _check_range("num_queries", self.num_queries, least=1)
         _check_range("num_iters", self.num_iters, least=0)
         _check_range("own_weight", self.own_weight, least=0)
@@ -128,7 +126,9 @@ class AttentionMatching(_Options):
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
             stream that they are added to, have a small sum: "adaptive" among the heads of all
-            layers, "layers" among the layers, whose heads then have equally many.
+            layers, "layers" among the layers, whose heads then have equally many. A file of
+            `kvcat budgets` (``CalibratedBudgets``) allocates by the errors of other documents,
+            which saves the time of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
@@ -177,15 +177,14 @@ class AttentionMatching(_Options):
         heads = self._heads(trace)
         unprotected = heads.trace
         sizes = [size - trace.num_protected for size in sizes]
-        dense, curves = self._attention_and_errors(heads, sizes)
+        calibrated = None if self.budgets in BUDGETS else load_budgets(self.budgets)
+        dense, allocations = self._attention_and_slots(heads, sizes, calibrated)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
+        if calibrated is not None:
+            options["budgets"] = f"{Path(self.budgets).name} {calibrated.digest[:12]}"
         if bits is not None:
             options["bits"] = bits
-        for size in sizes:
-            slots_of_heads = dict.fromkeys(dense, size)
-            if curves:
-                by_layer = self.budgets == "layers"
-                slots_of_heads = share_out(curves, size, unprotected.max_slots, by_layer=by_layer)
+        for slots_of_heads in allocations:
             fits = self._fit(heads, dense, slots_of_heads, bits)
             layers = []
             for index in range(len(trace.keys)):
@@ -205,29 +204,28 @@ class AttentionMatching(_Options):
             drawn = draw_rows(trace, fitted, self.num_queries, self.seed)
         return Heads(trace.unprotected, fitted, drawn, self.group_elements)
 
-    def _attention_and_errors(
-        self, heads: Heads, sizes: Sequence[int]
-    ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
-        """Every head's attention over the prefix and, for unequal budgets, its errors by size."""
-        trace = heads.trace
-        dense: dict[HeadIndex, DenseAttention] = {}
-        curves: dict[HeadIndex, Curve] = {}
-        curve_sizes = {number for size in sizes for number in slot_sizes(size, trace.max_slots)}
-        # an error counts relative to the stream that it is added to
-        kv_heads = [keys.shape[1] for keys in trace.keys]
-        gains = output_gains(trace.model, kv_heads, trace.layer_numbers)
-        for group in _with_progress(heads.groups_for_scores(), "attention of the prefix"):
-            batch = heads.load(group)
-            attention = dense_attention(batch)
-            dense.update(zip(group, attention.split(), strict=True))
-            if self.budgets == "equal":
-                continue
-            group_curves = error_curves(batch, attention, curve_sizes, CURVE_RIDGE)
-            for (layer, example, head), curve in zip(group, group_curves, strict=True):
-                gain = gains[layer][head].item() / trace.stream[layer][example].item()
-                scaled = {size: gain * error for size, error in curve.items()}
-                curves[layer, example, head] = scaled
-        return dense, curves
+    def _attention_and_slots(
+        self, heads: Heads, sizes: Sequence[int], calibrated: CalibratedBudgets | None
+    ) -> tuple[dict[HeadIndex, DenseAttention], list[dict[HeadIndex, int]]]:
+        """Every head's attention over the prefix, and for each size the slots of every head."""
+        prefix = heads.trace
+        allocations: list[dict[HeadIndex, int]] = []
+        if calibrated is not None:
+            allocations = [calibrated.allocate(prefix, size) for size in sizes]
+        is_measured = self.budgets in MEASURED
+        curve_sizes: set[int] = set()
+        if is_measured:
+            curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
+        groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
+        dense, curves = attention_and_curves(heads, groups, curve_sizes)
+        if self.budgets == "equal":
+            allocations = [dict.fromkeys(dense, size) for size in sizes]
+        elif is_measured:
+            by_layer = self.budgets == "layers"
+            allocations = [
+                share_out(curves, size, prefix.max_slots, by_layer=by_layer) for size in sizes
+            ]
+        return dense, allocations
 
     def _fit(
         self,
@@ -369,6 +367,16 @@ def _layer(
     return CompactLayer.ragged(
         keys, values, biases if has_bias else None, None if trace.past_len else positions
     )
+
+
+def _check_budget_file(budgets: str) -> None:
+    """Reject a text that is no way to allocate slots, and a file that holds no budgets."""
+    if not Path(budgets).expanduser().exists():
+        choices = ", ".join(BUDGETS)
+        raise InputError(
+            f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}"
+        )
+    load_budgets(budgets)
 
 
 def _check_range(name: str, value: float | int | None, *, least: int) -> None:

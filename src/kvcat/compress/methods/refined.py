@@ -79,6 +79,8 @@ class RefinedMatching(Compressor):
                 log_bias=self.log_bias,
             )
             layers = [behind_protected(trace, *each) for each in enumerate(layers)]
+            # with a file of budgets, its digest
+            options["budgets"] = start.metadata["budgets"]
             yield compact_cache(trace, layers, "refined", options)
 
     def _start(self) -> AttentionMatching:

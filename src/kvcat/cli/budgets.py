@@ -1,0 +1,69 @@
+"""The command ``kvcat budgets``: how many slots each head of a model gets, measured once."""
+
+import random
+import sys
+
+from kvcat.cli import early
+from kvcat.cli import options as opt
+
+
+def budgets(
+    model: opt.Model,
+    /,
+    corpus: str,
+    output: opt.Output,
+    documents: opt.Count = 50,
+    tokens: opt.Count = 1024,
+    two_sizes: bool = False,
+    overwrite: opt.Overwrite = False,
+    seed: opt.Seed = 0,
+    device: opt.Device = "cpu",
+    dtype: opt.Dtype = "float32",
+    text_column: str = "text",
+    id_column: str = "id",
+) -> None:
+    """Measure on some documents how many slots each head needs; compression then saves that time.
+
+    Example: kvcat budgets smollm2-135m --corpus articles.parquet -o budgets.json
+
+    Then: kvcat compress smollm2-135m --text report.txt -o report.safetensors --method
+    attention-matching,budgets=budgets.json
+
+    Args:
+        corpus: A folder of text files, a .jsonl or .parquet file, or hub:NAME; texts such as those
+            to compress.
+        output: JSON file to write.
+        documents: Most documents to use, the first that are long enough, of files in random order.
+        tokens: Length of the excerpt of every document.
+        two_sizes: Only two numbers of slots, one for long layers and one for the others, for vLLM:
+            docs/serving.md.
+        text_column: Column of a table that holds the texts.
+        id_column: Column of a table that holds the ids of the documents.
+    """
+    opt.check_output(output, overwrite=overwrite)
+    early.check_device(device)
+    early.check_model(model)
+
+    from kvcat.corpus import corpus_files, read_corpus
+
+    files = list(corpus_files(corpus, text_column=text_column, id_column=id_column))
+    random.Random(seed).shuffle(files)
+
+    import kvcat
+    from kvcat.compress import calibrate
+
+    loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
+    calibrated = calibrate(
+        loaded,
+        tokenizer,
+        (document.text for document in read_corpus(files)),
+        num_documents=documents,
+        num_tokens=tokens,
+        seed=seed,
+    )
+    if two_sizes:
+        calibrated = calibrated.in_two_sizes()
+    calibrated.save(output)
+    if calibrated.num_documents < documents:
+        print(f"only {calibrated.num_documents} documents have {tokens} tokens", file=sys.stderr)
+    print(f"{output}: budgets of {calibrated.num_documents} documents of {tokens} tokens")

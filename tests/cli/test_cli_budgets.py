@@ -1,0 +1,65 @@
+"""kvcat budgets from the command line, and compression with its file."""
+
+import json
+from dataclasses import replace
+
+import kvcat
+from kvcat.cli.app import run
+from kvcat.compress import CalibratedBudgets
+from tiny import sentences
+
+
+def test_budgets_are_measured_once_and_used_for_other_documents(
+    tiny_folder, tmp_path, capsys, mistake
+):
+    corpus = tmp_path / "corpus.jsonl"
+    rows = [{"id": str(n), "text": "".join(sentences(4, seed=n))} for n in range(3)]
+    corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    file = tmp_path / "budgets.json"
+    words = ["budgets", tiny_folder, "--corpus", corpus, "-o", file, "--tokens", 32]
+    assert run([str(word) for word in words]) == 0
+    assert capsys.readouterr().out == f"{file}: budgets of 3 documents of 32 tokens\n"
+    assert "exists; --overwrite replaces it" in mistake(*words)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(sentences(2, seed=9)))
+    cache = tmp_path / "cache.safetensors"
+    words = ["compress", tiny_folder, "--text", text, "--keep", "0.25", "-o", cache]
+    words += ["--method", f"attention-matching,budgets={file}"]
+    assert run([str(word) for word in words]) == 0
+    made = kvcat.CompactCache.load(cache)
+    assert made.metadata["budgets"].startswith("budgets.json ")
+    store = tmp_path / "store"
+    words = ["compress", tiny_folder, "--corpus", corpus, "--keep", "0.25", "-o", store]
+    words += ["--method", f"attention-matching,budgets={file}"]
+    assert run([str(word) for word in words]) == 0
+    budgets = CalibratedBudgets.load(file)
+    replace(budgets, num_documents=9).save(file)
+    assert "was made with budgets" in mistake(*words)
+    words = ["budgets", tiny_folder, "--corpus", corpus, "-o", tmp_path / "b", "--tokens", 200]
+    assert "no document has 200 tokens" in mistake(*words)
+
+
+def test_budgets_in_two_sizes_make_a_checkpoint_with_short_layers_for_vllm(
+    tiny_folder, tmp_path, mistake
+):
+    corpus = tmp_path / "corpus"
+    corpus.mkdir()
+    (corpus / "a.txt").write_text("".join(sentences(4)))
+    two = tmp_path / "two.json"
+    words = ["budgets", tiny_folder, "--corpus", corpus, "-o", two, "--tokens", 32]
+    assert run([str(word) for word in (*words, "--two-sizes", "--documents", 1)]) == 0
+    words[4:6] = ["-o", tmp_path / "heads.json"]
+    assert run([str(word) for word in (*words[:4], *words[4:], "--documents", 1)]) == 0
+    words = ["widen", tiny_folder, "-o", tmp_path / "wide", "--budgets"]
+    assert "belong together" in mistake(*words, two)
+    assert "no long layers" in mistake(*words, tmp_path / "heads.json", "--window", 40)
+    assert "for vLLM" in mistake(
+        "widen", tiny_folder, "-o", tmp_path / "a.gguf", "--budgets", two, "--window", 40
+    )
+    assert not (tmp_path / "wide").exists()
+    assert run([str(word) for word in (*words, two, "--window", 40)]) == 0
+    overrides = json.loads((tmp_path / "wide" / "vllm.json").read_text())
+    assert overrides["sliding_window"] == 40
+    assert sorted(overrides["layer_types"]) == ["full_attention", "sliding_attention"]
+    config = json.loads((tmp_path / "wide" / "config.json").read_text())
+    assert "sliding_window" not in config

@@ -1,0 +1,144 @@
+"""Budgets of a model from the error curves of some documents, in a file."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kvcat.cache import fingerprint
+from kvcat.compress import (
+    AttentionMatching,
+    CalibratedBudgets,
+    calibrate,
+    make_compressor,
+    trace,
+)
+from kvcat.compress.budgets import slot_sizes
+from kvcat.compress.calibration import calibration_sizes, document_curves
+from kvcat.errors import InputError
+from tiny import loud_model, sentences
+
+SIZES = (1, 2, 4, 8, 11, 16, 23, 32, 45, 64)
+
+
+def steps(*until):
+    """Curves of one layer: each head's error is 1 up to a number of slots of 64, and then 0."""
+    return tuple(tuple(float(size < number) for size in SIZES) for number in until)
+
+
+@pytest.fixture
+def document(model, windows):
+    return trace(model, windows[:, :32], supervision="self")
+
+
+@pytest.fixture
+def calibrated(model):
+    """Budgets by hand: of two layers of two heads, those need 16, 32, 16 of 64 slots, and one gains
+    nothing."""
+    return CalibratedBudgets(
+        model="tiny",
+        fingerprint=fingerprint(model),
+        num_documents=3,
+        num_tokens=64,
+        sizes=SIZES,
+        errors=(steps(16, 32), steps(16, 99)),
+    )
+
+
+def test_sizes_are_fractions_of_the_text_and_what_is_left_goes_to_the_largest_error(
+    document, calibrated
+):
+    slots = calibrated.allocate(document, 16)
+    for example in range(3):
+        counts = [slots[layer, example, head] for layer in range(2) for head in range(2)]
+        assert counts == [8, 16, 8, 32]
+
+
+def test_two_sizes_are_the_pair_with_the_smallest_total_error(document, calibrated):
+    two = replace(calibrated, long_layers=(0,))
+    # 24 on average: 32 leave the first layer no error, 16 the second as little as can be
+    assert two.two_sizes(24, 64)[1:] == (32, 16)
+    assert two.two_sizes(24, 64).error == pytest.approx(1.0, abs=1e-6)
+    slots = two.allocate(document, 12)
+    assert [slots[layer, 2, head] for layer in range(2) for head in range(2)] == [16, 16, 8, 8]
+
+
+def test_long_layers_are_those_that_need_more_slots(calibrated):
+    needs = replace(calibrated, errors=(steps(2, 2), steps(8, 8)))
+    assert needs.in_two_sizes().long_layers == (1,)
+    swapped = replace(needs, errors=needs.errors[::-1])
+    assert swapped.in_two_sizes().long_layers == (0,)
+    with pytest.raises(InputError, match="one layer"):
+        replace(needs, errors=needs.errors[:1]).in_two_sizes()
+
+
+def test_the_number_of_long_layers_divides_a_model_into_equal_groups(calibrated):
+    """Five of seven layers need much: groups of one layer are the only equal ones."""
+    errors = (*[steps(2, 2)] * 2, *[steps(8, 8)] * 5)
+    long = replace(calibrated, errors=errors).in_two_sizes().long_layers
+    assert len(long) in (1, 6)
+    six = replace(calibrated, errors=errors[:6]).in_two_sizes().long_layers
+    assert 6 % min(len(six), 6 - len(six)) == 0
+
+
+def test_a_file_of_the_documents_errors_gives_the_cache_of_the_adaptive_choice(
+    model, windows, tmp_path
+):
+    one = trace(model, windows[:1], supervision="self")
+    curves = document_curves(one, slot_sizes(8, 64))
+    errors = tuple(
+        tuple(tuple(curves[layer, 0, head].values()) for head in range(2)) for layer in range(2)
+    )
+    sizes = tuple(curves[0, 0, 0])
+    budgets = CalibratedBudgets("tiny", fingerprint(model), 1, 64, sizes, errors)
+    budgets.save(tmp_path / "b.json")
+    assert CalibratedBudgets.load(tmp_path / "b.json") == budgets
+    wanted = AttentionMatching()(one, num_slots=8)
+    made = make_compressor("attention-matching", budgets=str(tmp_path / "b.json"))
+    cache = made(one, num_slots=8)
+    for layer, expected in zip(cache.layers, wanted.layers, strict=True):
+        assert torch.equal(layer.counts, expected.counts)
+    assert wanted.max_slots > 8
+    assert cache.metadata["budgets"] == f"b.json {budgets.digest[:12]}"
+    refined = make_compressor("refined", budgets=str(tmp_path / "b.json"), num_steps=1)
+    assert refined(one, num_slots=8).metadata["budgets"] == cache.metadata["budgets"]
+
+
+def test_errors_are_means_over_the_first_documents_that_are_long_enough(tokenizer):
+    small = loud_model(vocab_size=len(tokenizer))
+    texts = ["".join(sentences(3, seed=seed)) for seed in range(3)]
+    first, second = (calibrate(small, tokenizer, [text], num_tokens=24) for text in texts[:2])
+    both = calibrate(small, tokenizer, ["short", *texts], num_documents=2, num_tokens=24)
+    assert (both.num_documents, both.sizes) == (2, tuple(calibration_sizes(24)))
+    expected = (torch.tensor(first.errors) + torch.tensor(second.errors)) / 2
+    torch.testing.assert_close(torch.tensor(both.errors), expected)
+    assert not torch.allclose(torch.tensor(first.errors), expected, rtol=0.01)
+    with pytest.raises(InputError, match="no document has 24 tokens"):
+        calibrate(small, tokenizer, ["short"], num_tokens=24)
+
+
+def test_what_does_not_fit_is_rejected_by_name(model, windows, calibrated, tmp_path):
+    file = tmp_path / "b.json"
+    calibrated.save(file)
+    other = trace(loud_model(std=0.2), windows, supervision="self")
+    method = AttentionMatching(budgets=str(file))
+    with pytest.raises(InputError, match="the budgets belong to tiny"):
+        method(other, num_slots=8)
+    # one slot of 64 is the smallest average that was measured on 64 tokens
+    long = trace(model, windows.repeat(1, 2), supervision="self")
+    with pytest.raises(InputError, match=r"sizes from 0.016 of a text.* 1 of 128 slots"):
+        method(long, num_slots=1)
+    content = file.read_text()
+    for damaged, message in {
+        content.replace("1.0", "2.0", 1): "is damaged",
+        content.replace("budgets-1", "budgets-9"): "another version",
+        content[:-20]: "not readable",
+        json.dumps({"a": 1}): "no file of `kvcat budgets`",
+    }.items():
+        file.write_text(damaged)
+        with pytest.raises(InputError, match=message):
+            AttentionMatching(budgets=str(file))
+    for wrong in ("gone.json", "layer"):
+        with pytest.raises(InputError, match="equal, adaptive, layers, or a file"):
+            AttentionMatching(budgets=wrong)
