@@ -158,7 +158,8 @@ def test_an_evaluation_of_another_package_runs_with_methods_of_it_and_has_its_pa
     page = (tmp_path / "page" / "report.html").read_text()
     for text in ("Prices in a list", "3 questions of prices, 8 items each.", "first digit"):
         assert text in page
-    assert (tmp_path / "page" / "tables" / "quality-first-by-layer.md").exists()
+    table = (tmp_path / "page" / "tables" / "quality.md").read_text()
+    assert "first-by-layer" in table
     assert run([*line, "--out", str(out), "--items", "9"]) == 2
     assert "items is 8 there, 9 here" in capsys.readouterr().err
 

@@ -124,8 +124,8 @@ def widen(
     head_dim: opt.Unset[int] = None,
     gguf_type: Literal["float16", "float32", "q8_0"] = "float16",
     dtype: opt.Dtype = "float32",
-    budgets: Path | None = None,
-    window: opt.Count | None = None,
+    budgets: opt.Unset[Path] = None,
+    window: opt.Unset[opt.Count] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
     """Write a checkpoint with which unmodified engines can answer from any compact cache.
@@ -140,8 +140,9 @@ def widen(
         head_dim: Head dimension to write; by default the next one that vLLM supports on a CPU.
         gguf_type: Data type of the matrices in a .gguf file.
         budgets: File of `kvcat budgets --two-sizes`; writes vllm.json, with which vLLM holds the
-            short layers in a window.
-        window: Tokens of that window: slots of the short layers, question and answer.
+            short layers in a window. By default all layers have equal room.
+        window: With --budgets: tokens of that window, slots of the short layers, question and
+            answer.
     """
     is_gguf = output.suffix == ".gguf"
     if (budgets is None) != (window is None):

@@ -11,7 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from kvcat.evals.metrics import Metric
-from kvcat.option_types import Count, Device, Dtype, Fractions, Models, Seed, Seeds, Strings, flat
+from kvcat.option_types import (
+    Count,
+    Device,
+    Dtype,
+    Fractions,
+    Models,
+    Seed,
+    Seeds,
+    Strings,
+    Unset,
+    flat,
+)
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -149,9 +160,10 @@ class Evaluation:
     dtype: Dtype = "float32"
     data_seed: DataSeed = 0
     batch_size: BatchSize = 8
-    ray: str | None = None
-    """Evaluate on a Ray cluster: its address, or auto. Every worker does some of the batches."""
-    workers: Count | None = None
+    ray: Unset[str] = None
+    """Evaluate on a Ray cluster: its address, or auto. Every worker does some of the batches. By
+    default this process does all."""
+    workers: Unset[Count] = None
     """Number of Ray workers; by default as many as the cluster has devices."""
 
     def make_task(self, tokenizer: Any, value: Any) -> "Task":
