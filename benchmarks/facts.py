@@ -23,12 +23,11 @@ import platform
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from named_models import NamedModel, add_model_option, parse_models
+from named_models import NamedModel, add_record_options, for_each_model
 from questions import DIGITS, LINE, NAMES, right, share
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -216,20 +215,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_model_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    add_record_options(parser)
     parser.add_argument("--turns", type=int, nargs="+", default=[5, 10, 20, 30])
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--sentences", type=int, default=3, help="neutral ones in a turn")
     parser.add_argument("--budget", type=int, default=400, help="slots per layer and head")
     parser.add_argument("--tail", type=int, default=64)
     parser.add_argument("--seed", default="test", help="of the conversations")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for named in parse_models(options.model):
-        run(named, options)
+    for_each_model(parser.parse_args(), run)
 
 
 if __name__ == "__main__":

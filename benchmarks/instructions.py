@@ -20,12 +20,11 @@ import platform
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
-from named_models import NamedModel, add_model_option, parse_models
+from named_models import NamedModel, add_record_options, for_each_model
 from questions import share
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -236,16 +235,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_model_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    add_record_options(parser)
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2])
     parser.add_argument("--sentences", type=int, default=40, help="neutral ones of a document")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for named in parse_models(options.model):
-        run(named, options)
+    for_each_model(parser.parse_args(), run)
 
 
 if __name__ == "__main__":

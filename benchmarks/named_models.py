@@ -1,10 +1,13 @@
 """Models of a benchmark, named by [LABEL=]PATH on the command line."""
 
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+
+import torch
 
 import kvcat
 from kvcat.errors import InputError
@@ -47,6 +50,21 @@ def add_model_option(parser: ArgumentParser) -> None:
         metavar="[LABEL=]PATH",
         help="models, each measured on the same texts",
     )
+
+
+def add_record_options(parser: ArgumentParser) -> None:
+    """The options of a benchmark that asks models and writes their answers to a file."""
+    add_model_option(parser)
+    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    parser.add_argument("--threads", type=int, default=1)
+
+
+def for_each_model(options: Namespace, measure: Callable[["NamedModel", Namespace], None]) -> None:
+    """Measure every model of the options of ``add_record_options``."""
+    torch.set_num_threads(options.threads)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    for named in parse_models(options.model):
+        measure(named, options)
 
 
 def parse_models(texts: list[str]) -> list[NamedModel]:

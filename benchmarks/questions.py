@@ -27,11 +27,10 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 
 import pandas as pd
 import torch
-from named_models import NamedModel, add_model_option, parse_models
+from named_models import NamedModel, add_record_options, for_each_model
 from peers import method_of
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -290,8 +289,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_model_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    add_record_options(parser)
     parser.add_argument(
         "--lengths", type=int, nargs="+", default=[512, 1024], help="of documents, tokens"
     )
@@ -302,12 +300,7 @@ def main() -> None:
     parser.add_argument("--conditions", nargs="+", default=CONDITIONS, metavar="METHOD@SUPERVISION")
     parser.add_argument("--seed", default="test", help="of the documents")
     parser.add_argument("--show", action="store_true", help="print the answers")
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    for named in parse_models(options.model):
-        ask(named, options)
+    for_each_model(parser.parse_args(), ask)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """KV heads in batches of equal shape, and their attention over the whole prefix."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import cached_property
 from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
@@ -10,6 +10,7 @@ import torch
 
 from kvcat.attention.chunks import exp_below
 from kvcat.chunks import CPU_CACHE_ELEMENTS, rows_per_chunk
+from kvcat.compress.attended import Attended, PastAttention
 from kvcat.compress.base import example_generators
 from kvcat.compress.queries import FittedQueries
 from kvcat.compress.trace import Trace
@@ -22,60 +23,6 @@ DrawnRows = dict[HeadIndex, Int[Tensor, " drawn"]]
 """Rows of a head's queries that a draw chose, ascending."""
 
 _LEAST_SHARE = 1e-6
-
-
-@dataclass(frozen=True)
-class PastAttention:
-    """Attention of kept queries over the tokens of a compact cache (``PastQueries``).
-
-    Args:
-        first_row: of these queries among those of the batch, where they follow each other.
-        num_new: number of slots after those of the cache, which are exact.
-        log_mass: of each query on the tokens of the cache, nats.
-        outputs: its attention over them.
-    """
-
-    first_row: int
-    num_new: int
-    log_mass: Float[Tensor, "heads kept"]
-    outputs: Float[Tensor, "heads kept value_dim"]
-
-    @property
-    def rows(self) -> slice:
-        """The rows of these queries in the batch."""
-        return slice(self.first_row, self.first_row + self.log_mass.shape[1])
-
-    def of(self, heads: slice) -> "PastAttention":
-        """The attention of some heads."""
-        return replace(self, log_mass=self.log_mass[heads], outputs=self.outputs[heads])
-
-
-class Attended(NamedTuple):
-    """Attention of some queries over some slots.
-
-    Args:
-        log_mass: log sum of exp(score) over the slots, nats.
-        outputs: their values, averaged by attention.
-    """
-
-    log_mass: Float[Tensor, "*heads queries"]
-    outputs: Float[Tensor, "*heads queries value_dim"]
-
-    @classmethod
-    def over(
-        cls,
-        scores: Float[Tensor, "*heads queries slots"],
-        values: Float[Tensor, "... slots value_dim"],
-    ) -> "Attended":
-        """The attention with these scores; values are those of every row of the heads."""
-        return cls(scores.logsumexp(-1), scores.softmax(-1) @ values)
-
-    def joined(self, other: "Attended") -> "Attended":
-        """The attention over the slots of both."""
-        log_mass = torch.logaddexp(self.log_mass, other.log_mass)
-        outputs = (self.log_mass - log_mass).exp().unsqueeze(-1) * self.outputs
-        outputs = outputs + (other.log_mass - log_mass).exp().unsqueeze(-1) * other.outputs
-        return Attended(log_mass, outputs)
 
 
 @dataclass(frozen=True)

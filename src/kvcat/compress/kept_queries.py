@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from kvcat.compress.heads import Attended
+from kvcat.compress.attended import Attended
 from kvcat.compress.queries import moved_queries
 from kvcat.compress.rows import Rows
 from kvcat.compress.trace import PastQueries, Trace
@@ -41,12 +41,18 @@ def keep_queries(
         count: largest number of tokens whose queries are kept, at least 0.
         part_tokens: as in ``fitted_queries``.
         places: tokens between the places of kept queries.
+
+    Raises:
+        ValueError: kept queries of an earlier place.
     """
     moved = moved_queries(replace(trace, past_queries=no_queries(trace)), part_tokens, math.inf)
     if moved is None:
         return None
     rows = moved.rows
+    place = _place(trace.prefix_len, places)
     past = trace.past_queries
+    if past is not None and past.place != place:
+        raise ValueError(f"queries kept at position {past.place}, not at {place}: place them first")
     positions = trace.prefix_positions[rows]
     if past is not None:
         positions = torch.cat([past.positions, positions])
@@ -56,7 +62,7 @@ def keep_queries(
     new = _placed(
         trace,
         rows[chosen_new],
-        place=_place(trace.prefix_len, places),
+        place=place,
         starts=(trace.prefix_len - moved.shifts)[chosen_new],
         log_later_mass=_rows_of(moved.log_later_mass, chosen_new),
     )
