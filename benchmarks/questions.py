@@ -38,7 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
-from kvcat.evals import intervals
+from kvcat.evals import shares
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
@@ -199,8 +199,8 @@ def answered(
 
 def share(rows: pd.DataFrame) -> str:
     """The share of right answers, percent, with Wilson's interval for as many documents
-    (``kvcat.evals.intervals.share``)."""
-    interval = intervals.share(rows.right.to_numpy(), list(rows.document))
+    (``kvcat.evals.shares.share``)."""
+    interval = shares.share(rows.right.to_numpy(), list(rows.document))
     return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 
 
