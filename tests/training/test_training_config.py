@@ -10,8 +10,9 @@ import pytest
 from kvcat.errors import InputError
 from kvcat.files import read_json
 from kvcat.models import load
+from kvcat.training import loop, plan
 from kvcat.training.config import TrainConfig
-from kvcat.training.plan import flops_per_token
+from kvcat.training.plan import flops_per_token, memory_concern
 from kvcat.training.schedule import learning_rate
 from tiny import refusal
 from training_runs import config
@@ -114,3 +115,60 @@ def test_a_frozen_teacher_is_a_sixth_more_work():
         for teacher in ("self", "frozen")
     )
     assert frozen == pytest.approx(self_taught * 7 / 6)
+
+
+@pytest.fixture
+def model_of_1500_million(tmp_path):
+    """A folder with the configuration of Qwen2.5-1.5B and no weights."""
+    shape = {
+        "model_type": "qwen2",
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "vocab_size": 151936,
+        "tie_word_embeddings": True,
+    }
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(shape))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "remedy"),
+    [
+        (90, None),
+        (79, "--micro-batch-size 4 needs about 51"),
+        (40, "--micro-batch-size 1 needs about 32"),
+        (20, "more processes"),
+    ],
+)
+def test_a_run_that_may_not_fit_the_device_says_so_with_what_would_help(
+    gpu_gib, remedy, model_of_1500_million, monkeypatch
+):
+    monkeypatch.setattr(plan, "_memory_of_device", lambda device: gpu_gib)
+    run = config(
+        model_of_1500_million,
+        "d",
+        "o",
+        seq_len=1024,
+        batch_size=128,
+        micro_batch_size=8,
+        dtype="bfloat16",
+    )
+    concern = memory_concern(run)
+    if remedy is None:
+        assert concern is None
+        return
+    line = f"this run may need about 77 GiB, and cpu has {gpu_gib}; {remedy}"
+    assert concern.startswith(line)
+
+
+def test_the_warning_comes_before_the_run_begins(new_run, monkeypatch, caplog):
+    monkeypatch.setattr(plan, "_memory_of_device", lambda device: 1e-3)
+    monkeypatch.setattr(loop, "join_world", lambda *_args, **_options: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        loop.train(new_run())
+    assert "more processes" in caplog.text

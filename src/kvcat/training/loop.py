@@ -1,6 +1,8 @@
 """The training loop, for one process or many."""
 
+import logging
 import math
+import os
 import signal
 import time
 import zlib
@@ -22,13 +24,14 @@ from kvcat.training.export import export_checkpoint
 from kvcat.training.log import mean_record, peak_memory
 from kvcat.training.objective import Record
 from kvcat.training.optimizer import clip_gradients
-from kvcat.training.plan import check_request
+from kvcat.training.plan import check_request, memory_concern
 from kvcat.training.run import Run
 from kvcat.training.run_folder import RunFolder
 from kvcat.training.schedule import learning_rate
 from kvcat.training.signals import Stopped, stop_requests
 from kvcat.types import Float, Int, Tensor
 
+_LOGGER = logging.getLogger(__name__)
 EXPLODED = 1e6  # a larger gradient norm of the routers means divergence, whatever the clipping
 
 
@@ -67,6 +70,9 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
         Stopped: a signal ended the run; its state is saved.
     """
     check_request(config)
+    concern = memory_concern(config)
+    if concern is not None and os.environ.get("RANK", "0") == "0":
+        _LOGGER.warning(concern)
     needs_group = config.dtype != "float32"
     with (
         join_world(config.device, group=needs_group) as world,

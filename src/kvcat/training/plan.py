@@ -1,7 +1,10 @@
 """Estimates the memory and time of a run before anything is loaded, from the speed of devices."""
 
 import importlib.util
+import os
 import timeit
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -21,6 +24,7 @@ from kvcat.training.objective import make_masked_pass
 # compiled layers
 _UTILISATION = 0.2
 _UTILISATION_COMPILED = 0.4
+_USABLE = 0.9  # share of a device's memory that an estimate may reach
 _ABSENT_GPU = 989e12  # an H100's bfloat16 peak, if this machine has no GPU
 
 
@@ -45,6 +49,11 @@ class _Memory(NamedTuple):
 
     state: float
     activations: float
+
+    @property
+    def gib(self) -> float:
+        """Both together, in GiB."""
+        return (self.state + self.activations) / 2**30
 
 
 class _Speed(NamedTuple):
@@ -89,8 +98,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
             that is in use.
     """
     check_request(config)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(read_config(config.model))
+    model = _model_without_weights(config)
     masked_pass = make_masked_pass(model, config)
     num_parameters = sum(p.numel() for p in model.parameters())
     num_router_parameters = 0
@@ -101,10 +109,8 @@ def plan(config: TrainConfig) -> dict[str, str]:
         policy = f"{policy}, groups at {starts}"
     num_processes = world_size()
     per_process = config.batch_size // num_processes
-    micro_batch = config.micro_batch_size or per_process
-    memory = _memory(model, config, num_router_parameters, num_processes, micro_batch)
-    state_gib = memory.state / 2**30
-    activations_gib = memory.activations / 2**30
+    micro_batch = _micro_batch(config)
+    memory = _memory(model, config, num_router_parameters)
     num_tokens = config.max_steps * config.tokens_per_step
     speed = _speed(config)
     utilisation = _UTILISATION_COMPILED if config.compile else _UTILISATION
@@ -118,8 +124,9 @@ def plan(config: TrainConfig) -> dict[str, str]:
         "tokens": f"{num_tokens:,} in {config.max_steps:,} steps of {config.tokens_per_step:,}",
         "processes": f"{num_processes}, each {micro_batch} sequences a forward pass, "
         f"{per_process // micro_batch} passes a step",
-        "memory per device": f"about {state_gib + activations_gib:.1f} GiB: {state_gib:.1f} for "
-        f"weights, gradients and moments, {activations_gib:.1f} for activations and logits",
+        "memory per device": f"about {memory.gib:.1f} GiB: {memory.state / 2**30:.1f} for "
+        f"weights, gradients and moments, {memory.activations / 2**30:.1f} for activations and "
+        "logits",
         "time": f"about {hours:,.1f} hours at {utilisation:.0%} of {speed.flops / 1e12:,.2f} "
         f"TFLOP/s a process ({speed.source})",
         "output": config.output,
@@ -158,21 +165,74 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     return None
 
 
-def _memory(
-    model: PreTrainedModel,
-    config: TrainConfig,
-    num_router_parameters: int,
-    num_processes: int,
-    micro_batch: int,
-) -> _Memory:
+def memory_concern(config: TrainConfig) -> str | None:
+    """A line for a run that may need more memory than its device has, with what would help.
+
+    None for a run that needs nine tenths of it at most, or if the device does not say how much it
+    has.
+    """
+    available_gib = _memory_of_device(parse_device(config.device))
+    model = _model_without_weights(config)
+    masked_pass = make_masked_pass(model, config)
+    num_router_parameters = 0
+    if masked_pass is not None:
+        num_router_parameters = sum(p.numel() for p in masked_pass.parameters())
+    needed = _memory(model, config, num_router_parameters)
+    if available_gib is None or needed.gib <= _USABLE * available_gib:
+        return None
+    line = (
+        f"this run may need about {needed.gib:.0f} GiB, and {config.device} has {available_gib:.0f}"
+    )
+    for options, smaller in _smaller(config):
+        memory = _memory(model, smaller, num_router_parameters)
+        if memory.gib <= _USABLE * available_gib:
+            return f"{line}; {options} needs about {memory.gib:.0f}"
+    return f"{line}; more processes (torchrun) share weights, gradients and moments"
+
+
+def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
+    """Options that need less memory for the same run, and the configuration with them."""
+    micro_batch = _micro_batch(config)
+    while micro_batch > 1:
+        micro_batch = max(n for n in range(1, micro_batch) if micro_batch % n == 0)
+        smaller = replace(config, micro_batch_size=micro_batch)
+        yield f"--micro-batch-size {micro_batch}", smaller
+    recomputing = replace(config, activation_checkpointing=True)
+    yield "--activation-checkpointing", recomputing
+    least = replace(recomputing, micro_batch_size=1)
+    yield "--activation-checkpointing --micro-batch-size 1", least
+
+
+def _memory_of_device(device: torch.device) -> float | None:
+    """Memory of a GPU, or of this machine shared by its processes, in GiB; None: not known."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / 2**30
+    if device.type == "cpu" and "SC_PHYS_PAGES" in os.sysconf_names:
+        machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+        return machine / world_size()
+    return None
+
+
+def _model_without_weights(config: TrainConfig) -> PreTrainedModel:
+    """The model's modules, whose parameters have no memory."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(read_config(config.model))
+
+
+def _micro_batch(config: TrainConfig) -> int:
+    """Sequences of a forward pass."""
+    return config.micro_batch_size or config.batch_size // world_size()
+
+
+def _memory(model: PreTrainedModel, config: TrainConfig, num_router_parameters: int) -> _Memory:
     """The memory of a process: 16 bytes are a weight, its gradient and its two moments in
     float32.
     """
     num_parameters = sum(p.numel() for p in model.parameters())
-    state = 16 * num_parameters / num_processes + 16 * num_router_parameters
+    state = 16 * num_parameters / world_size() + 16 * num_router_parameters
     if config.teacher == "frozen":
         state += _compute_bytes(config) * num_parameters
-    return _Memory(state, _activations(model, config, micro_batch))
+    return _Memory(state, _activations(model, config, _micro_batch(config)))
 
 
 def _activations(model: PreTrainedModel, config: TrainConfig, micro_batch: int) -> float:
