@@ -108,6 +108,41 @@ def test_a_session_stays_within_its_budget_and_its_tail_stays_exact(model, make)
     assert session.cache.mean_slots == session.held_slots
 
 
+def test_a_budget_in_bytes_holds_as_many_slots_as_fit_and_is_never_exceeded(model, tokenizer, make):
+    config = model.config
+    head_dim = config.hidden_size // config.num_attention_heads
+    num_heads = config.num_hidden_layers * config.num_key_value_heads
+    per_slot = num_heads * (2 * head_dim + 1) * 8  # key, value and log-bias in float64
+    num_bytes = 41 * per_slot - 1
+    session = Session(model, tokenizer, budget_bytes=num_bytes, tail=8, room=10)
+    in_slots = make(budget=40)
+    assert session.budget == 40
+    for turn in TOKENS.split(9):
+        session.append(turn)
+        in_slots.append(turn)
+        assert session.cache.nbytes <= num_bytes
+    assert session.num_compactions > 2
+    same_state(session, in_slots)
+
+
+def test_nbytes_counts_slots_exact_tokens_and_kept_queries(make):
+    session = make(num_kept=16)
+    assert session.nbytes == 0
+    session.append(TOKENS[:20])
+    state = session._state
+    by_token = sum(x[0, :, 0].nbytes for x in [*state.keys, *state.values, *state.queries])
+    assert session.nbytes == 20 * (by_token + state.hidden[0, 0].nbytes)
+    session.append(TOKENS[20:80])
+    without = make(num_kept=0)
+    without.append(TOKENS[:20])
+    without.append(TOKENS[20:80])
+    num_queries = sum(queries.shape[1] for queries in state.queries)
+    head_dim = state.queries[0].shape[3]
+    # a query and an output in 8 bits, a scale and a mass of each in float64
+    kept_bytes = 16 * num_queries * (2 * head_dim + 4 * 8)
+    assert session.nbytes - without.nbytes == kept_bytes
+
+
 def test_score_does_not_change_the_session(make):
     session = make()
     other = make()
@@ -323,6 +358,10 @@ def test_more_protected_tokens_than_the_budget_holds_are_rejected_and_nothing_ch
 
 def test_arguments_that_cannot_be_right_are_rejected(make):
     assert "budget=18 slots" in refusal(make, budget=18)
+    assert "one of budget (slots) and budget_bytes" in refusal(make, budget_bytes=10_000)
+    assert "one of budget (slots) and budget_bytes" in refusal(make, budget=None)
+    assert "budget=0 slots" in refusal(make, budget=None, budget_bytes=100)
+    assert "budget_bytes is 0" in refusal(make, budget=None, budget_bytes=0)
     assert "tail is 0; it must be at least 1" in refusal(make, tail=0)
     assert "num_kept is -1" in refusal(make, num_kept=-1)
     for method in ("snapkv", "h2o", "tova", "h2o,bits=8"):

@@ -35,6 +35,11 @@ class Rows:
         """Some of the vectors, by the dimensions before the channels."""
         return Rows(self.integers[index], self.scales[index])
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the integers and their scales."""
+        return self.integers.nbytes + self.scales.nbytes
+
     def numbers(self) -> Float[Tensor, "*shape channels"]:
         """The rounded vectors."""
         return self.integers * self.scales

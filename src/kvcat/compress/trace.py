@@ -79,6 +79,12 @@ class PastQueries:
     log_mass: Sequence[Float[Tensor, "batch _ kept"]]
     outputs: Sequence[Rows]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the queries, their masses and their outputs."""
+        of_rows = sum(rows.nbytes for rows in [*self.states, *self.outputs])
+        return of_rows + sum(mass.nbytes for mass in [*self.log_later_mass, *self.log_mass])
+
 
 @dataclass(frozen=True)
 class Trace:

@@ -12,12 +12,13 @@ from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.protection import clipped, joined_ranges, protecting
+from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import continued
 from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
 from kvcat.compress.sessions.state import SessionState
-from kvcat.compress.trace import Range, num_positions
+from kvcat.compress.trace import Range
 from kvcat.errors import InputError, check_least
 from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
 from kvcat.tokenization import TextEncoder
@@ -43,6 +44,8 @@ class Session:
         model, tokenizer: of the conversation.
         budget: most KV slots per layer and head, on average, that remain after a call. While a
             piece of text is appended, there are as many more as it has tokens.
+        budget_bytes: the same in bytes of keys, values and log-bias in the model's number type,
+            instead of ``budget``. Kept queries come on top (``nbytes``).
         tail: number of last tokens that stay exact, at least 1.
         method: name and options of a compressor, as on the command line, or a ``Compressor``.
             Methods that need all queries of the prefix (snapkv, h2o, tova, presses of kvpress) do
@@ -65,7 +68,8 @@ class Session:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
-        budget: int,
+        budget: int | None = None,
+        budget_bytes: int | None = None,
         tail: int = 64,
         method: str | Compressor = "attention-matching",
         room: int | None = None,
@@ -74,13 +78,15 @@ class Session:
         protect: Sequence[Range] = (),
         allow_special: bool = False,
     ) -> None:
-        check_least(1, budget=budget, tail=tail, piece=piece)
+        check_least(1, tail=tail, piece=piece)
         check_least(0, num_kept=num_kept)
+        self._compressor = checked_method(method)
+        self._fingerprint = checked_model(model)
         self.model = model
         self.tokenizer = tokenizer
-        self.budget = budget
+        self.budget = budget_in_slots(model, budget, budget_bytes)
         self.tail = tail
-        self.room = max(1, (budget - tail) // 3) if room is None else room
+        self.room = max(1, (self.budget - tail) // 3) if room is None else room
         check_least(1, room=self.room)
         self.num_kept = num_kept
         self.piece = piece
@@ -88,14 +94,12 @@ class Session:
         self.protect = joined_ranges(protect, positions_of(model.config))
         self.num_compactions = 0
         """How often the session has compressed what it holds."""
-        self._compressor = checked_method(method)
         self._encoder = TextEncoder(tokenizer, allow_special=allow_special)
-        self._fingerprint = checked_model(model)
         self._state = SessionState.empty(model)
         self._conversation = Conversation(tokenizer, self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
-        self._check_budget(self.protect)
+        check_budget(self.budget, self.tail, self.room, self.protect)
 
     @property
     def num_tokens(self) -> int:
@@ -111,6 +115,11 @@ class Session:
     def held_slots(self) -> float:
         """KV slots per layer and head, on average; at most ``budget``."""
         return self._state.held_slots
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything that the session keeps: slots, and queries for later fits."""
+        return self._state.nbytes
 
     @property
     def cache(self) -> CompactCache:
@@ -155,7 +164,7 @@ class Session:
             if protect:
                 added = (start, start + len(ids))
                 self.protect = joined_ranges([*self.protect, added], start + len(ids))
-                self._check_budget(self.protect)
+                check_budget(self.budget, self.tail, self.room, self.protect)
             self._append(ids)
         except BaseException:
             self._state, self.protect, self.num_compactions = before
@@ -408,16 +417,6 @@ class Session:
             raise InputError(
                 f"{self.num_tokens} tokens and {num_new} new ones exceed the {positions} positions "
                 f"of {type(self.model).__name__}"
-            )
-
-    def _check_budget(self, protect: Sequence[Range]) -> None:
-        """Reject a budget without a slot for what is not protected, besides tail and room."""
-        least = self.tail + self.room + num_positions(protect) + 1
-        if self.budget < least:
-            raise InputError(
-                f"budget={self.budget} slots hold no slot besides the tail of {self.tail}, room "
-                f"for {self.room} and {num_positions(protect)} protected tokens: give at least "
-                f"{least}"
             )
 
     def _hold_lock(self, path: Path) -> None:

@@ -68,6 +68,19 @@ class SessionState:
         """Slots per layer and head, on average: those of the compact cache and the exact tokens."""
         return self.num_exact + (0.0 if self.compact is None else self.compact.mean_slots)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything but the token ids: slots, exact tokens, kept queries."""
+        tensors = [*self.keys, *self.values, *self.queries]
+        if self.hidden is not None:
+            tensors.append(self.hidden)
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        if self.compact is not None:
+            num_bytes += self.compact.nbytes
+        if self.past_queries is not None:
+            num_bytes += self.past_queries.nbytes
+        return num_bytes
+
     def past(self, model: PreTrainedModel) -> Cache:
         """A fresh transformers cache that holds all tokens."""
         if self.compact is None:
