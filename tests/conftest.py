@@ -1,4 +1,7 @@
-"""Checks of shape and type annotations while the tests run, and a tiny model in a folder."""
+"""Checks of shape and type annotations where they are asked for, and a tiny model in a folder.
+
+The checks cost a third of the tests' time. CI makes them; KVCAT_CHECK_TYPES=1 makes them here.
+"""
 
 import os
 
@@ -7,7 +10,8 @@ os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # of processes that tests sta
 
 from jaxtyping import install_import_hook  # noqa: E402
 
-install_import_hook("kvcat", "beartype.beartype")
+if os.environ.get("KVCAT_CHECK_TYPES"):
+    install_import_hook("kvcat", "beartype.beartype")
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

@@ -49,30 +49,19 @@ def test_python_examples_run_one_after_the_other_and_print_what_is_shown(
         assert shown in capsys.readouterr().out
 
 
-SHORT_WINDOWS = ("--prefix", "192", "--suffix", "64")
-
-
 @pytest.mark.parametrize(
-    ("document", "written", "window_options"),
+    ("document", "written"),
     [
-        (README, "report/report.html", SHORT_WINDOWS),
-        pytest.param(README, "report/report.html", (), marks=pytest.mark.slow),
-        (COMPRESS, "plain.prefix", ()),
+        pytest.param(README, "report/report.html", marks=pytest.mark.slow),
+        (COMPRESS, "plain.prefix"),
     ],
-    ids=["README with short windows", "README", "compress.md"],
 )
 def test_shell_examples_run(
-    document: str,
-    written: str,
-    window_options: tuple[str, ...],
-    workplace: Path,
-    capsys: pytest.CaptureFixture[str],
+    document: str, written: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for line in "".join(blocks(document, "sh")).replace("\\\n", "").splitlines():
         program, *arguments = shlex.split(line)
         assert program == "kvcat"
-        if arguments[:2] == ["eval", "suffix"]:
-            arguments += window_options
         assert run(arguments) == 0, capsys.readouterr().err
     assert (workplace / written).stat().st_size > 10_000
 

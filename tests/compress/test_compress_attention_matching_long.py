@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 SCRIPT = """
 import resource, sys, torch
 from large_tensors import LargeTensors
@@ -41,6 +43,7 @@ print(traced - start, held, fitted - traced, seen.largest, shifted, dense.std().
 """
 
 
+@pytest.mark.slow
 def test_a_long_prefix_costs_chunks_of_memory_and_keeps_its_positions():
     # freed memory goes back at once, so that the peak is what was in use, not what malloc kept
     environment = {

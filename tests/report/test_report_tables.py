@@ -41,7 +41,7 @@ MADE_UP = {
 
 
 def read_results(*args):
-    return read_with_all_draws(*args, num_resamples=500)
+    return read_with_all_draws(*args, num_resamples=200)
 
 
 @pytest.fixture(scope="module")
