@@ -24,7 +24,7 @@ from kvcat.cache import (
     fingerprint,
     key_groups,
 )
-from kvcat.cache.quantized import most_bytes_per_slot, pack, unpack
+from kvcat.cache.codes import most_bytes_per_slot, pack, unpack
 from kvcat.errors import InputError
 from tiny import loud_model, refusal
 

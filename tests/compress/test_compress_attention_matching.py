@@ -18,7 +18,8 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
-from kvcat.compress.heads import Heads, dense_attention, draw_rows
+from kvcat.compress.head_attention import dense_attention
+from kvcat.compress.heads import Heads, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import load

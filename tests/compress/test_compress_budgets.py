@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from structured_heads import head_batch, structured_head
 
 from kvcat.compress.budgets import NUM_QUERIES, allocate, error_curves, share_out, slot_sizes
-from kvcat.compress.heads import dense_attention
+from kvcat.compress.head_attention import dense_attention
 
 
 def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots():

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcat.cache import Bits, CompactCache, Grid, QuantizedLayer, round_values
-from kvcat.cache.quantized import PackedHead, round_keys
+from kvcat.cache.codes import PackedHead, round_keys
 from kvcat.compress import (
     AttentionMatching,
     Eviction,

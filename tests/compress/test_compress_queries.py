@@ -7,7 +7,8 @@ import torch
 from structured_heads import eager_attention
 
 from kvcat.compress import AttentionMatching, split_supervision, trace
-from kvcat.compress.heads import Heads, dense_attention
+from kvcat.compress.head_attention import dense_attention
+from kvcat.compress.heads import Heads
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.protection import protecting
 from kvcat.compress.queries import fitted_queries

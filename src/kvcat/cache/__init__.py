@@ -1,6 +1,16 @@
 """Compact caches: the prefix in few slots, on disk and in transformers."""
 
 from kvcat.cache.adapters import check_no_adapters
+from kvcat.cache.codes import (
+    BITS,
+    Bits,
+    Grid,
+    PackedHead,
+    check_dims,
+    key_groups,
+    most_bytes_per_slot,
+    round_values,
+)
 from kvcat.cache.compact import CompactCache, document_digest
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
 from kvcat.cache.first_tokens import (
@@ -14,17 +24,7 @@ from kvcat.cache.first_tokens import (
 )
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
-from kvcat.cache.quantized import (
-    BITS,
-    Bits,
-    Grid,
-    PackedHead,
-    QuantizedLayer,
-    check_dims,
-    key_groups,
-    most_bytes_per_slot,
-    round_values,
-)
+from kvcat.cache.quantized import QuantizedLayer
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
 from kvcat.cache.states import LayerState

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
+from kvcat.cache.codes import Bits
 from kvcat.cache.files import (
     CACHE,
     STATES,
@@ -25,7 +26,7 @@ from kvcat.cache.fingerprint import fingerprint_like
 from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
-from kvcat.cache.quantized import Bits, QuantizedLayer, quantized_layer
+from kvcat.cache.quantized import QuantizedLayer, quantized_layer
 from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, rounded_mean
 from kvcat.cache.states import LayerState, RecurrentState, WindowState

@@ -16,14 +16,9 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
+from kvcat.cache.codes import BITS, Bits
 from kvcat.cache.fingerprint import FORM
-from kvcat.cache.quantized import (
-    BITS,
-    QUANTIZED_TENSORS,
-    Bits,
-    QuantizedLayer,
-    quantized_problem,
-)
+from kvcat.cache.quantized import QUANTIZED_TENSORS, QuantizedLayer, quantized_problem
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.cache.states import STATE_TENSORS, LayerState
 from kvcat.errors import InputError

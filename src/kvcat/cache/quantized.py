@@ -1,196 +1,36 @@
-"""Slots in few bits: packed codes, and the scales and offsets that turn them into numbers.
+"""Slots in few bits: one layer's packed codes with their scales, offsets and log-bias.
 
-A number x becomes the code round((x - offset) / scale) in 0 .. 2^bits - 1, and the code represents
-offset + scale * code. Keys share scale and offset per channel, over groups of slots of one head;
-values per slot, over groups of channels. Scales, offsets and log-bias are in half precision.
-
-The first slot of every head is stored in half precision instead. It is the attention sink of most
-models: its key is far from all others, and most of the attention goes to it. Within a group it
-would make the steps of all other keys several times as large.
+How numbers become codes is in ``kvcat.cache.codes``.
 """
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from kvcat.attention import Head
+from kvcat.cache.codes import (
+    HALF,
+    KEY_GROUP,
+    Bits,
+    Grid,
+    PackedHead,
+    check_dims,
+    key_groups,
+    pack,
+    unpack,
+    value_group,
+)
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, spans
 from kvcat.errors import InputError
-from kvcat.types import Float, Int, Tensor, UInt8, at_least_float32
+from kvcat.types import Float, Int, Tensor, UInt8
 
-BITS = (8, 4)
-"""Bits of a code that are supported."""
-KEY_GROUP = 64
-"""Most slots that share scales of their keys."""
-VALUE_GROUP = 64
-"""Most channels of a value that share a scale."""
-_HALF = torch.float16
 _ROWS = ("key_codes", "value_codes", "value_scales", "value_offsets")  # one row for a packed slot
 _GROUPS = ("key_scales", "key_offsets")
 _FIRST = ("first_keys", "first_values")
 QUANTIZED_TENSORS = ("counts", "half_bias", *_FIRST, *_ROWS, *_GROUPS)
 """Names of a layer's tensors in a file."""
-
-
-class Bits(NamedTuple):
-    """Bits of keys and of values."""
-
-    keys: int
-    values: int
-
-    @classmethod
-    def parse(cls, bits: "int | str | Bits") -> "Bits":
-        """Bits of keys and values from one number, or from a text such as "8/4".
-
-        Raises:
-            InputError: numbers of bits that are not supported.
-        """
-        if isinstance(bits, Bits):
-            numbers: list[Any] = list(bits)
-        elif isinstance(bits, str):
-            numbers = [int(word) if word.isdecimal() else word for word in bits.split("/")]
-        else:
-            numbers = [bits]
-        is_known = all(type(number) is int and number in BITS for number in numbers)
-        if not is_known or len(numbers) > 2:
-            text = bits if isinstance(bits, str | int) else "/".join(map(str, numbers))
-            raise InputError(
-                f"bits must be 8, 4, or two of them for keys and values as in 8/4, not {text!r}"
-            )
-        return cls(numbers[0], numbers[-1])
-
-    def __str__(self) -> str:
-        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
-
-
-class Grid(NamedTuple):
-    """Scales and offsets of the codes of a tensor, which broadcast to it; in half precision."""
-
-    scales: Float[Tensor, "..."]
-    offsets: Float[Tensor, "..."]
-
-    @classmethod
-    def over(cls, states: Float[Tensor, "..."], dim: int, bits: int) -> "Grid":
-        """The narrowest grid of 2^bits steps from the least to the largest number along ``dim``.
-
-        The offset is rounded down and the scale up, so that every number is within half a step of a
-        code.
-
-        Raises:
-            InputError: numbers beyond half precision.
-        """
-        low, high = states.aminmax(dim=dim, keepdim=True)
-        offsets = -_half_at_least(-low)
-        scales = _half_at_least((high - offsets.to(high)) / (2**bits - 1))
-        if not (offsets.isfinite().all() and scales.isfinite().all()):
-            largest = states.abs().max()
-            raise InputError(
-                f"keys or values up to {largest:.3g} do not fit the scales of 16 bits: "
-                "leave out the bits"
-            )
-        return cls(scales, offsets)
-
-    def codes(self, states: Float[Tensor, "..."], bits: int) -> UInt8[Tensor, "..."]:
-        """The nearest code of every number, as uint8."""
-        scales = self.scales.to(states)
-        steps = (states - self.offsets.to(states)) / torch.where(scales > 0, scales, 1.0)
-        return steps.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
-
-    def numbers(self, codes: UInt8[Tensor, "..."], dtype: torch.dtype) -> Float[Tensor, "..."]:
-        """The numbers that codes represent."""
-        return self.offsets.to(dtype) + self.scales.to(dtype) * codes.to(dtype)
-
-
-def pack(codes: UInt8[Tensor, "*rows channels"], bits: int) -> UInt8[Tensor, "*rows bytes"]:
-    """The codes in bytes: with 4 bits, an even channel in the low half and the next in the high."""
-    if bits == 8:
-        return codes
-    return codes[..., 0::2] | (codes[..., 1::2] << 4)
-
-
-def unpack(packed: UInt8[Tensor, "*rows bytes"], bits: int) -> UInt8[Tensor, "*rows channels"]:
-    """The codes that ``pack`` packed."""
-    if bits == 8:
-        return packed
-    return torch.stack([packed & 15, packed >> 4], dim=-1).flatten(-2)
-
-
-def key_groups(num_packed: int, group: int = KEY_GROUP) -> list[int]:
-    """Slots of each group of keys of a head with so many packed slots: about equally many."""
-    num_groups = -(-num_packed // group)
-    if num_groups == 0:
-        return []
-    ends = [number * num_packed // num_groups for number in range(num_groups + 1)]
-    return [stop - start for start, stop in pairwise(ends)]
-
-
-def value_group(value_dim: int) -> int:
-    """Channels that share a scale of a value: a divisor of ``value_dim``, at most VALUE_GROUP."""
-    return next(size for size in range(VALUE_GROUP, 0, -1) if value_dim % size == 0)
-
-
-class PackedHead(NamedTuple):
-    """The slots of one head in few bits, not yet packed.
-
-    Args:
-        first_key, first_value: of the first slot.
-        key_codes, value_codes: of the other slots, one code a number, uint8.
-        key_grid: (groups, head_dim).
-        value_grid: (slots - 1, groups of channels).
-    """
-
-    first_key: Float[Tensor, " head_dim"]
-    first_value: Float[Tensor, " value_dim"]
-    key_codes: UInt8[Tensor, "packed head_dim"]
-    key_grid: Grid
-    value_codes: UInt8[Tensor, "packed value_dim"]
-    value_grid: Grid
-
-    @classmethod
-    def nearest(
-        cls,
-        keys: Float[Tensor, "slots head_dim"],
-        values: Float[Tensor, "slots value_dim"],
-        bits: Bits,
-        group: int = KEY_GROUP,
-    ) -> "PackedHead":
-        """Every number rounded to the nearest code."""
-        precise_keys = at_least_float32(keys)
-        precise_values = at_least_float32(values)
-        key_codes, key_grid = round_keys(precise_keys[1:], bits.keys, group)
-        value_codes, value_grid = round_values(precise_values[1:], bits.values)
-        return cls(keys[0], values[0], key_codes, key_grid, value_codes, value_grid)
-
-
-def round_keys(
-    keys: Float[Tensor, "packed head_dim"], bits: int, group: int = KEY_GROUP
-) -> tuple[UInt8[Tensor, "packed head_dim"], Grid]:
-    """Codes of a head's keys, rounded to the nearest, and the grid of each group of slots."""
-    sizes = key_groups(len(keys), group)
-    if not sizes:
-        empty = keys.new_empty(0, keys.shape[1], dtype=_HALF)
-        return keys.to(torch.uint8), Grid(empty, empty)
-    grids = [Grid.over(rows, 0, bits) for rows in keys.split(sizes)]
-    grid = Grid(*(torch.cat(tensors) for tensors in zip(*grids, strict=True)))
-    group_of_slot = torch.arange(len(sizes)).repeat_interleave(torch.tensor(sizes))
-    by_slot = Grid(*(tensor[group_of_slot.to(keys.device)] for tensor in grid))
-    return by_slot.codes(keys, bits), grid
-
-
-def round_values(
-    values: Float[Tensor, "*slots value_dim"], bits: int
-) -> tuple[UInt8[Tensor, "*slots value_dim"], Grid]:
-    """Codes of values, rounded to the nearest, and the grid of every slot."""
-    by_group = values.unflatten(-1, (-1, value_group(values.shape[-1])))
-    if not values.numel():
-        empty = values.new_empty(by_group.shape[:-1], dtype=_HALF)
-        return values.to(torch.uint8), Grid(empty, empty)
-    grid = Grid.over(by_group, -1, bits)
-    codes = grid.codes(by_group, bits).flatten(-2)
-    return codes, Grid(*(tensor.squeeze(-1) for tensor in grid))
 
 
 @dataclass(frozen=True)
@@ -243,7 +83,7 @@ class QuantizedLayer(Slots):
         counts = [[len(head.key_codes) + 1 for head in example] for example in heads]
         bias = None
         if log_bias is not None:
-            bias = torch.cat([head for example in log_bias for head in example]).to(_HALF)
+            bias = torch.cat([head for example in log_bias for head in example]).to(HALF)
         return QuantizedLayer(
             counts=torch.tensor(counts, dtype=torch.int32),
             first_keys=_as_half(torch.stack([head.first_key for head in flat])),
@@ -412,7 +252,7 @@ def quantized_problem(
     if missing:
         return f"no {', '.join(sorted(missing))}"
     for name, tensor in tensors.items():
-        wanted = torch.int32 if name == "counts" else torch.uint8 if "codes" in name else _HALF
+        wanted = torch.int32 if name == "counts" else torch.uint8 if "codes" in name else HALF
         if tensor.dtype != wanted:
             return f"{name} are {str(tensor.dtype).removeprefix('torch.')}"
         is_usable = tensor < torch.inf if name == "half_bias" else tensor.isfinite()
@@ -451,41 +291,8 @@ def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str,
     }
 
 
-def check_dims(head_dim: int, value_dim: int, bits: Bits) -> None:
-    """Reject heads whose codes do not fill whole bytes."""
-    for name, dim, number in (("keys", head_dim, bits.keys), ("values", value_dim, bits.values)):
-        if dim * number % 8:
-            raise InputError(f"{name} of {dim} channels do not fill whole bytes in {number} bits")
-
-
-def most_bytes_per_slot(dims: tuple[int, int], bits: Bits) -> tuple[float, float]:
-    """The most bytes of a slot with its share of the scales, and of a head besides its slots.
-
-    Args:
-        dims: channels of a key and of a value.
-        bits: of keys and values.
-    """
-    head_dim, value_dim = dims
-    codes = (head_dim * bits.keys + value_dim * bits.values) / 8
-    value_grid = 4 * value_dim / value_group(value_dim)
-    key_grid = 4 * head_dim
-    log_bias = 2
-    count = 4
-    per_slot = codes + value_grid + key_grid / KEY_GROUP + log_bias
-    # the first slot is in half precision, and the last group of keys may hold few slots
-    per_head = 2 * (head_dim + value_dim) + key_grid + count + log_bias
-    return per_slot, float(per_head)
-
-
-def _half_at_least(states: Tensor) -> Tensor:
-    """The smallest numbers of half precision that are no smaller than these."""
-    half = states.to(_HALF)
-    is_smaller = half.to(states.dtype) < states
-    return torch.where(is_smaller, torch.nextafter(half, half.new_tensor(torch.inf)), half)
-
-
 def _as_half(states: Tensor) -> Tensor:
-    half = states.to(_HALF)
+    half = states.to(HALF)
     if not half.isfinite().all():
         raise InputError(
             f"keys or values up to {states.abs().max():.3g} do not fit in 16 bits: "

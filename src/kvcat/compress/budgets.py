@@ -7,14 +7,8 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcat.compress.heads import (
-    DenseAttention,
-    HeadBatch,
-    HeadIndex,
-    Heads,
-    dense_attention,
-    take,
-)
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
+from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcat.compress.heads import DenseAttention
+from kvcat.compress.head_attention import DenseAttention
 from kvcat.compress.solvers import fit_log_bias, fit_values
 from kvcat.types import Float, Tensor
 

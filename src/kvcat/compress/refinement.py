@@ -8,7 +8,8 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import CompactLayer, Head, Layer
-from kvcat.compress.heads import DenseAttention, HeadBatch, HeadIndex, Heads, dense_attention
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention
+from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.lbfgs import minimise
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor, at_least_float32

@@ -6,7 +6,8 @@ import torch
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.heads import DenseAttention, HeadIndex, Heads, dense_attention
+from kvcat.compress.head_attention import DenseAttention, dense_attention
+from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError

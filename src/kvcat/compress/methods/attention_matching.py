@@ -24,14 +24,8 @@ from kvcat.compress.base import Compressor, compact_cache, top_positions
 from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
 from kvcat.compress.calibration import MEASURED, CalibratedBudgets, load_budgets
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.heads import (
-    DenseAttention,
-    HeadBatch,
-    HeadIndex,
-    Heads,
-    draw_rows,
-    take,
-)
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
+from kvcat.compress.heads import HeadIndex, Heads, draw_rows
 from kvcat.compress.protection import behind_protected
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together

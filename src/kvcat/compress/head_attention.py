@@ -1,0 +1,217 @@
+"""Attention of KV heads in a batch, over the whole prefix or over some of its slots."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import torch
+
+from kvcat.attention.chunks import exp_below
+from kvcat.chunks import CPU_CACHE_ELEMENTS, rows_per_chunk
+from kvcat.compress.attended import Attended, PastAttention
+from kvcat.types import Float, Int, Tensor
+
+_LEAST_SHARE = 1e-6
+
+
+@dataclass(frozen=True)
+class HeadBatch:
+    """KV heads with the slots of their prefix and the queries that read them, in at least float32.
+
+    The queries that log-bias and values are fitted to come first. The others only choose keys.
+
+    Args:
+        queries: multiplied by the layer's scale.
+        factors: as in ``FittedQueries``, of each query.
+        log_later_mass: as in ``FittedQueries``, of each query.
+        keys, values: keys and values of the prefix's slots in this head.
+        log_bias: nats added to the scores of these slots; None adds none.
+        last_seen: last slot that each query sees; None: all see the whole prefix.
+        fit_boost: as in ``FittedQueries``, of the fitted queries; None: all are fitted to, and 1.
+        past: what some of the fitted queries attended to before it was compressed; None: all
+            attend to the slots.
+    """
+
+    queries: Float[Tensor, "heads queries head_dim"]
+    factors: Float[Tensor, "heads queries"]
+    log_later_mass: Float[Tensor, "heads queries"]
+    keys: Float[Tensor, "heads prefix head_dim"]
+    values: Float[Tensor, "heads prefix value_dim"]
+    log_bias: Float[Tensor, "heads prefix"] | None = None
+    last_seen: Int[Tensor, "heads queries"] | None = None
+    fit_boost: Float[Tensor, "heads fitted"] | None = None
+    past: PastAttention | None = None
+
+    def split(self, num_heads: int) -> Iterator["HeadBatch"]:
+        """The batch in smaller batches of ``num_heads`` heads, the last of the remaining ones."""
+        names = [field.name for field in fields(self) if field.name != "past"]
+        tensors = [getattr(self, name) for name in names]
+        for start in range(0, len(self.keys), num_heads):
+            heads = slice(start, start + num_heads)
+            selected: list[Any] = [None if x is None else x[heads] for x in tensors]
+            yield HeadBatch(*selected, past=None if self.past is None else self.past.of(heads))
+
+    def scores(
+        self,
+        rows: slice | Tensor = slice(None),
+        slots: Int[Tensor, "heads slots"] | None = None,
+        out: Tensor | None = None,
+        keys: Float[Tensor, "heads slots head_dim"] | None = None,
+    ) -> Float[Tensor, "heads rows slots"]:
+        """Scores scale q.k + log-bias of some queries against some slots; -inf for an unseen slot.
+
+        Args:
+            rows: of the queries.
+            slots: positions in the prefix; None: all of them.
+            out: where the scores are written to; None: a new tensor.
+            keys: of these slots, rounded; None: their keys.
+        """
+        if keys is None:
+            keys = self.keys if slots is None else take(self.keys, slots)
+        scores = torch.matmul(self.queries[:, rows], keys.mT, out=out)
+        if self.log_bias is not None:
+            bias = self.log_bias if slots is None else self.log_bias.gather(1, slots)
+            scores += bias.unsqueeze(1)
+        if self.last_seen is not None:
+            positions = slots
+            if positions is None:
+                positions = torch.arange(keys.shape[1], device=keys.device).expand(len(keys), -1)
+            unseen = positions.unsqueeze(1) > self.last_seen[:, rows].unsqueeze(2)
+            scores.masked_fill_(unseen, -torch.inf)
+        return scores
+
+
+class DenseAttention(NamedTuple):
+    """Attention of a batch of heads over the whole prefix.
+
+    Args:
+        log_mass: for each fitted query, log sum over the prefix of exp(score), nats.
+        mass: the same sum with each query's largest score subtracted from its scores.
+        outputs: attention over the prefix, times the weights.
+        weights: what each query's error is multiplied by; at least a millionth of its factor.
+        importance: for each slot, its attention weights times the queries' weights, squared and
+            summed over all queries.
+    """
+
+    log_mass: Float[Tensor, "heads fitted"]
+    mass: Float[Tensor, "heads fitted"]
+    outputs: Float[Tensor, "heads fitted value_dim"]
+    weights: Float[Tensor, "heads fitted"]
+    importance: Float[Tensor, "heads prefix"]
+
+    def split(self) -> Iterator["DenseAttention"]:
+        """The attention of each head alone, without the dimension of heads."""
+        return map(DenseAttention._make, zip(*self, strict=True))
+
+    @classmethod
+    def stack(cls, single: Sequence["DenseAttention"]) -> "DenseAttention":
+        """The attention of several heads of equal shape, from that of each alone."""
+        return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
+
+    def add_chunk(self, batch: HeadBatch, boost: Tensor, rows: slice, space: Tensor) -> None:
+        """Write the results for some of the queries, and add these queries' share to the
+        importance.
+
+        Args:
+            batch: the same heads.
+            boost: ``fit_boost`` of all fitted queries, (heads, fitted).
+            rows: of the queries.
+            space: memory for the scores, (heads, rows, prefix).
+        """
+        scores = batch.scores(rows, out=space)
+        largest = scores.amax(-1, keepdim=True)
+        exponentials = exp_below(largest, scores)  # (heads, rows, prefix)
+        sums = exponentials.sum(-1)
+        log_sums = sums.log().add_(largest.squeeze(-1))
+        share_of_prefix = (log_sums - batch.log_later_mass[:, rows]).sigmoid_()
+        weights = batch.factors[:, rows] * share_of_prefix.clamp_min_(_LEAST_SHARE)
+        weight_per_sum = weights / sums
+        row_boost = boost[:, rows]
+        num_fitted = row_boost.shape[1]
+        if num_fitted:
+            self.log_mass[:, rows] = log_sums[:, :num_fitted]
+            self.mass[:, rows] = sums[:, :num_fitted]
+            self.weights[:, rows] = weights[:, :num_fitted] * row_boost
+            outputs = torch.bmm(
+                exponentials[:, :num_fitted], batch.values, out=self.outputs[:, rows]
+            )
+            outputs.mul_((weight_per_sum[:, :num_fitted] * row_boost).unsqueeze(-1))
+        squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
+        self.importance.add_(squares.squeeze(1))
+
+    def set_past(self, batch: HeadBatch, past: PastAttention, boost: Tensor) -> None:
+        """Put what the kept queries attended to in the place of their attention to the cache.
+
+        Their importance for the slots stays.
+
+        Args:
+            batch: the same heads.
+            past: of the batch.
+            boost: ``fit_boost`` of all fitted queries, (heads, fitted).
+        """
+        rows = past.rows
+        num_slots = batch.keys.shape[1]
+        first_new = num_slots - past.num_new
+        new_slots = torch.arange(first_new, num_slots, device=batch.keys.device)
+        scores = batch.scores(rows, slots=new_slots.expand(len(batch.keys), -1))
+        new = Attended.over(scores, batch.values[:, first_new:])
+        whole = Attended(past.log_mass, past.outputs).joined(new)
+        share_of_prefix = (whole.log_mass - batch.log_later_mass[:, rows]).sigmoid()
+        weights = batch.factors[:, rows] * share_of_prefix.clamp_min(_LEAST_SHARE)
+        weights = weights * boost[:, rows]
+        largest = self.log_mass[:, rows] - self.mass[:, rows].log()
+        self.mass[:, rows] = (whole.log_mass - largest).exp()
+        self.log_mass[:, rows] = whole.log_mass
+        self.weights[:, rows] = weights
+        self.outputs[:, rows] = whole.outputs * weights.unsqueeze(-1)
+
+
+def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS) -> DenseAttention:
+    """Attention of a batch of heads over the whole prefix.
+
+    Some heads and some queries at a time, so that on a CPU their scores stay in its cache.
+
+    Args:
+        batch: of heads.
+        cpu_elements: most scores that exist at once on a CPU, if one query has no more.
+    """
+    num_heads, num_rows, _ = batch.queries.shape
+    _, prefix_len, value_dim = batch.values.shape
+    device = batch.keys.device
+    # few heads with many queries each: products of many rows are faster
+    heads_at_once = rows_per_chunk(num_rows * prefix_len, device, cpu_elements=cpu_elements)
+    heads_at_once = min(num_heads, heads_at_once)
+    rows_at_once = rows_per_chunk(heads_at_once * prefix_len, device, cpu_elements=cpu_elements)
+    rows_at_once = min(num_rows, rows_at_once)
+    boost = torch.ones_like(batch.factors) if batch.fit_boost is None else batch.fit_boost
+    attention = DenseAttention(
+        log_mass=torch.empty_like(boost),
+        mass=torch.empty_like(boost),
+        outputs=batch.values.new_empty(*boost.shape, value_dim),
+        weights=torch.empty_like(boost),
+        importance=batch.values.new_zeros(num_heads, prefix_len),
+    )
+    # all chunks write their scores to the same memory
+    space = batch.queries.new_empty(heads_at_once, rows_at_once, prefix_len)
+    for index, some_heads in enumerate(batch.split(heads_at_once)):
+        heads = slice(index * heads_at_once, (index + 1) * heads_at_once)
+        target = DenseAttention(*(tensor[heads] for tensor in attention))
+        for start in range(0, num_rows, rows_at_once):
+            rows = slice(start, start + rows_at_once)
+            chunk_space = space[: len(some_heads.keys), : num_rows - start]
+            target.add_chunk(some_heads, boost[heads], rows, chunk_space)
+    if batch.past is not None:
+        attention.set_past(batch, batch.past, boost)
+    return attention
+
+
+def take(
+    states: Float[Tensor, "heads prefix head_dim"], slots: Int[Tensor, "heads slots"]
+) -> Float[Tensor, "heads slots head_dim"]:
+    """Keys or values at the given positions of each head."""
+    num_heads, prefix_len, _ = states.shape
+    first_rows = prefix_len * torch.arange(num_heads, device=slots.device)
+    rows = slots + first_rows.unsqueeze(1)
+    # on CPUs several times as fast as gather, which goes channel by channel
+    selected = states.flatten(0, 1).index_select(0, rows.flatten())
+    return selected.unflatten(0, slots.shape)
