@@ -329,3 +329,16 @@ def test_a_store_of_another_model_and_unknown_or_damaged_documents_are_rejected(
         for path, content in files.items():
             path.write_bytes(content)
     assert connector.caches.find("a/0").num_slots > 0
+
+
+def test_documents_of_a_store_with_a_chat_template_cannot_be_joined(serving, tokenizer, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"id": str(n), "text": f"the cat {n}"}) for n in range(2))
+    )
+    model = loud_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=256)
+    settings = CorpusSettings(keep_ratio=1, chat=True)
+    compress_corpus(model, tokenizer, tmp_path / "corpus.jsonl", tmp_path / "s", settings)
+    connector = connector_for(serving, widen(model, WIDE), tmp_path / "s")
+    assert connector.caches.find(["1"]).chat
+    with pytest.raises(InputError, match="cannot be joined: the store was made with --chat"):
+        connector.caches.find(["0", "1"])
