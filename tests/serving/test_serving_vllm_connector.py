@@ -76,6 +76,15 @@ class Joined:
         return by_cell.transpose(0, 1).split(self.head_dim, dim=-1)
 
 
+class CellsFirst(Joined):
+    """The same shape over memory in which the heads of a cell are next to each other."""
+
+    def __init__(self, kv_heads, head_dim):
+        super().__init__(kv_heads, head_dim)
+        memory = torch.zeros(NUM_BLOCKS, BLOCK, kv_heads, 2 * head_dim)
+        self.kv_cache = memory.transpose(1, 2)
+
+
 class Apart(Joined):
     """A layer of earlier versions: pages of keys, and pages of values."""
 
@@ -136,8 +145,8 @@ def load(connector, request, blocks, layers, num_computed=0):
     return num_new, is_awaited, connector.get_transfer_results(set())
 
 
-@pytest.mark.parametrize("kind", [Joined, Apart])
-def test_slots_are_written_to_the_cells_of_their_blocks_in_either_layout(
+@pytest.mark.parametrize("kind", [Joined, CellsFirst, Apart])
+def test_slots_are_written_to_the_cells_of_their_blocks_in_every_layout(
     serving, wide, folder, kind
 ):
     connector = connector_for(serving, wide, folder)
