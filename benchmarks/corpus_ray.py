@@ -125,12 +125,14 @@ def main():
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            few = write_corpus(folder / "few.jsonl", texts[:FEW])
-            every = write_corpus(folder / "all.jsonl", texts)
+            short_corpus = write_corpus(folder / "short.jsonl", texts[:FEW])
+            whole_corpus = write_corpus(folder / "whole.jsonl", texts)
             for num_workers in (0, 1, 2):
                 stores = folder / f"few-{num_workers}", folder / f"all-{num_workers}"
-                _, few_seconds = run(options.model, few, stores[0], num_workers, cluster)
-                seconds, all_seconds = run(options.model, every, stores[1], num_workers, cluster)
+                _, few_seconds = run(options.model, short_corpus, stores[0], num_workers, cluster)
+                seconds, all_seconds = run(
+                    options.model, whole_corpus, stores[1], num_workers, cluster
+                )
                 each = (all_seconds - few_seconds) / (len(texts) - FEW)
                 start = few_seconds - FEW * each
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
