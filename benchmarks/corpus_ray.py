@@ -1,53 +1,112 @@
-"""A corpus on one and two workers of Ray against the plain command: documents an hour.
+"""What a Ray cluster adds to the cost of a corpus, in processor seconds.
 
     pip install 'kvcat[ray]'
     python benchmarks/corpus_ray.py --documents 60
 
-It starts a cluster of two processors on this machine, with workers of ordinary priority. Documents
-an hour of the plain command are counted after its start; those of Ray include the start of its
-actors, which load the model. They mean something on a machine without other work alone.
+It starts a cluster of two processors on this machine, with workers of ordinary priority, and runs
+the plain command and one and two workers, each on two corpora: a few documents, and all. Processor
+seconds are those of the command and of all processes of the cluster. Their difference between the
+two corpora, divided by that of documents, is what a document costs; the rest is the start (imports,
+one model for every worker). Documents an hour depend on what else the machine does.
 """
 
 import argparse
 import json
 import os
-import re
+import resource
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
 import kvcat
 from corpus import texts_of
 
-
-def start_cluster():
-    """A cluster of two processors, as a process that runs until it is ended."""
-    environment = {**os.environ, "RAY_worker_niceness": "0"}
-    ray = Path(sys.executable).with_name("ray")
-    options = ["--head", "--num-cpus=2", "--port=6391", "--disable-usage-stats", "--block"]
-    command = [ray, "start", *options, "--include-dashboard=false"]
-    quiet = subprocess.DEVNULL
-    cluster = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
-    time.sleep(20)
-    return cluster
+FEW = 8
+PORT = 6391
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def run(model, corpus, store, num_workers):
-    """Documents an hour, and seconds of the whole command."""
+class Cluster:
+    """A cluster of two processors, as processes that run until they are ended."""
+
+    def __init__(self):
+        environment = {**os.environ, "RAY_worker_niceness": "0"}
+        ray = Path(sys.executable).with_name("ray")
+        options = ["--head", "--num-cpus=2", f"--port={PORT}", "--disable-usage-stats", "--block"]
+        command = [ray, "start", *options, "--include-dashboard=false"]
+        quiet = subprocess.DEVNULL
+        self.process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
+        self._seconds = {}
+        threading.Thread(target=self._watch, daemon=True).start()
+        time.sleep(20)
+
+    def seconds(self):
+        """Processor seconds of all processes until now, also of those that have ended."""
+        self._read()
+        return sum(self._seconds.values())
+
+    def close(self):
+        self.process.terminate()
+        self.process.wait()
+
+    def _watch(self):
+        while self.process.poll() is None:
+            self._read()
+            time.sleep(0.2)
+
+    def _read(self):
+        """Remember the processor seconds of every process below the cluster's first one."""
+        parents = {}
+        seconds = {}
+        for folder in Path("/proc").iterdir():
+            if not folder.name.isdigit():
+                continue
+            try:
+                fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # it has ended
+                continue
+            pid = int(folder.name)
+            parents[pid] = int(fields[1])
+            seconds[pid] = (int(fields[11]) + int(fields[12])) / TICKS
+        for pid in parents:
+            ancestor = pid
+            while ancestor not in (0, self.process.pid):
+                ancestor = parents.get(ancestor, 0)
+            if ancestor:
+                self._seconds[pid] = seconds[pid]
+
+
+def run(model, corpus, store, num_workers, cluster):
+    """Seconds and processor seconds of a command."""
     words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
     if num_workers:
         words += ["--ray", "auto", "--workers", str(num_workers)]
     begun = time.monotonic()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    before_cluster = cluster.seconds()
+    environment = {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
     ended = subprocess.run(
-        [sys.executable, "-m", "kvcat", *words], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "kvcat", *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=environment,
     )
-    seconds = time.monotonic() - begun
     if ended.returncode != 0:
         raise SystemExit(ended.stderr)
-    a_minute = float(re.search(r"([\d.e+]+) documents a minute", ended.stdout)[1])
-    return 60 * a_minute, seconds
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    of_command = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    of_cluster = cluster.seconds() - before_cluster if num_workers else 0.0
+    return time.monotonic() - begun, of_command + of_cluster
+
+
+def write_corpus(path, texts):
+    rows = [json.dumps({"id": str(number), "text": text}) for number, text in enumerate(texts)]
+    path.write_text("\n".join(rows) + "\n")
+    return path
 
 
 def main():
@@ -60,21 +119,26 @@ def main():
     _, tokenizer = kvcat.load(options.model)
     texts = texts_of(tokenizer, options.data, options.documents, options.tokens)
     print(f"{options.documents} documents of about {options.tokens} tokens on {options.model}")
-    print("engine            documents an hour  whole command, s")
-    cluster = start_cluster()
+    print("                 processor seconds       seconds of the command")
+    print("engine           a document   the start  all documents")
+    cluster = Cluster()
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            corpus = folder / "corpus.jsonl"
-            rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
-            corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
+            short_corpus = write_corpus(folder / "short.jsonl", texts[:FEW])
+            whole_corpus = write_corpus(folder / "whole.jsonl", texts)
             for num_workers in (0, 1, 2):
-                rate, seconds = run(options.model, corpus, folder / str(num_workers), num_workers)
+                stores = folder / f"few-{num_workers}", folder / f"all-{num_workers}"
+                _, few_seconds = run(options.model, short_corpus, stores[0], num_workers, cluster)
+                seconds, all_seconds = run(
+                    options.model, whole_corpus, stores[1], num_workers, cluster
+                )
+                each = (all_seconds - few_seconds) / (len(texts) - FEW)
+                start = few_seconds - FEW * each
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
-                print(f"{label:15s} {rate:19,.0f} {seconds:17.0f}", flush=True)
+                print(f"{label:15s} {each:11.3f} {start:11.1f} {seconds:14.0f}", flush=True)
     finally:
-        cluster.terminate()
-        cluster.wait()
+        cluster.close()
 
 
 if __name__ == "__main__":

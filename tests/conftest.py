@@ -50,6 +50,7 @@ def cluster():
     """The address of a Ray cluster of two processors on this machine."""
     ray = pytest.importorskip("ray", reason="kvcat[ray] is not installed")
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 (Ray's name)
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    # "local": a cluster of its own, whatever runs or was left on this machine
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield ray.get_runtime_context().gcs_address
     ray.shutdown()

@@ -19,7 +19,6 @@ except ImportError as error:
     raise InputError(f"--ray needs Ray: pip install 'kvcat[ray]' ({error})") from None
 
 _SECONDS_TO_CONNECT = 10.0
-_LOGGERS = ("ray", "ray.data")
 _MISTAKE = re.compile(r"^kvcat\.errors\.InputError: (.+)$", re.MULTILINE)
 
 
@@ -32,8 +31,7 @@ def connect(address: str) -> None:
     Raises:
         InputError: there is no cluster at the address.
     """
-    for name in _LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    _quieten_console()
     if ray.is_initialized():
         return
     _check_listener(os.environ.get("RAY_ADDRESS", address) if address == "auto" else address)
@@ -47,6 +45,14 @@ def connect(address: str) -> None:
         reason = " ".join(str(error).split())[:150]
         hint = "" if address == "auto" else "; a cluster with tokens needs RAY_AUTH_MODE=token"
         raise InputError(f"no Ray cluster at {address}: {reason}{hint}") from None
+
+
+def _quieten_console() -> None:
+    """Let Ray print errors alone; its log files stay complete."""
+    logging.getLogger("ray").setLevel(logging.ERROR)  # it has no file
+    for handler in logging.getLogger("ray.data").handlers:
+        if isinstance(handler, logging.StreamHandler):
+            handler.setLevel(logging.ERROR)
 
 
 def _check_listener(address: str) -> None:

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-import urllib.request
 
 import pytest
 
@@ -184,6 +183,15 @@ def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
     assert "was made with keep_ratio 0.5, not 0.1" in message
 
 
+def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, corpus, tmp_path, capsys):
+    words = ["compress", tiny_folder, "--corpus", corpus, "--text-column", "body"]
+    assert kvcat(*words, "-o", tmp_path / "s") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last == "kvcat: none of the 3 documents has a cache"
+    reason = "row 0 has no column 'body'; its columns: id, text"
+    assert Store(tmp_path / "s").rows[0].error == reason
+
+
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):
     words = ["generate", tiny_folder, "--prompt", "x"]
     assert "no cache: give --cache FILE" in mistake(*words)
@@ -195,41 +203,3 @@ def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mist
     )
     assert "no store of caches" in mistake("serve", tiny_folder, "--store", store.parent)
     assert "--port is 70000" in mistake("serve", tiny_folder, "--store", store, "--port", 70000)
-
-
-@pytest.mark.slow
-def test_a_killed_server_answers_the_same_when_it_is_started_again_and_ends_when_asked(
-    tiny_folder, store, mistake
-):
-    pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
-    port = 18431
-    words = ["serve", tiny_folder, "--store", store, "--port", port, "--name", "tiny"]
-    command = [sys.executable, "-m", "kvcat", *map(str, words)]
-    fields = {"model": "tiny", "kvcat": "a/0", "max_tokens": 3, "prompt": "the cat"}
-    body = json.dumps({**fields, "temperature": 0}).encode()
-    answers = []
-    for end in (signal.SIGKILL, signal.SIGTERM):
-        with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
-            assert "serving 2 documents as model 'tiny'" in server.stderr.readline()
-            address = f"http://127.0.0.1:{port}"
-            wait_until_healthy(address)
-            with urllib.request.urlopen(f"{address}/v1/completions", body) as response:
-                answer = json.load(response)
-            answers.append((answer["choices"][0]["text"], answer["usage"]))
-            assert "is in use" in mistake(*words)
-            server.send_signal(end)
-            assert server.wait(30) in (0, -end)
-            assert server.stderr.read() == ""
-    assert answers[0] == answers[1]
-    assert answers[0][1]["completion_tokens"] == 3
-
-
-def wait_until_healthy(address):
-    """Wait until a server answers."""
-    for _ in range(600):
-        try:
-            urllib.request.urlopen(f"{address}/health").close()
-            return
-        except OSError:
-            time.sleep(0.1)
-    pytest.fail(f"no server at {address}")

@@ -1,5 +1,7 @@
 """A corpus on a real local Ray cluster: two workers, one of which is killed in the middle."""
 
+from pathlib import Path
+
 import pytest
 from corpora import contents, text_of, write_rows
 
@@ -27,6 +29,8 @@ def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(
     kill_a_worker(b"RayCompressor", lambda: len(list(store.rglob("*.safetensors"))) >= 5, command)
     output, errors = command.communicate()
     assert command.returncode == 0, errors
+    assert "RayCompressor" not in errors  # Ray's log is in its files
+    assert "RayCompressor" in driver_log()
     assert "60 caches made and 0 kept of 61 documents, 1 without a cache" in output
     assert "no cache of 'empty'" in errors
     assert len(Store(store)) == 60
@@ -45,6 +49,12 @@ def test_a_mistake_that_only_a_worker_sees_is_one_line(cluster, tiny_folder, cor
     message = refusal(compress_on_ray, str(tiny_folder), corpus, store, CorpusSettings())
     assert message.startswith(f"cannot write {file}")
     assert "\n" not in message
+
+
+def driver_log():
+    """What Ray Data wrote to its log file."""
+    session = Path(ray._private.worker._global_node.get_session_dir_path())
+    return (session / "logs" / "ray-data" / "ray-data.log").read_text()
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1:9", "nonsense", "host:port"])

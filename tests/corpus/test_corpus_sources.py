@@ -1,5 +1,6 @@
 """Sources of a corpus: whole files, rows with ids, and rows that are no documents."""
 
+import json
 import os
 
 import pyarrow
@@ -91,6 +92,29 @@ def test_a_source_that_cannot_be_read_is_rejected_at_once(source, tmp_path, monk
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     assert refusal(corpus_files, source)
+
+
+@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.tsv", "report.docx", "rows"])
+def test_a_file_of_a_kind_that_holds_no_known_rows_is_no_document(name, tmp_path):
+    (tmp_path / name).write_text("id,text\na,the cat\n")
+    message = refusal(corpus_files, str(tmp_path / name))
+    assert message.endswith("text files (.txt, .md, .rst, .py, .tex, .html)")
+
+
+def test_a_single_text_file_is_a_corpus_of_one_document(tmp_path):
+    (tmp_path / "minutes.txt").write_text("the cat")
+    (only,) = documents(tmp_path / "minutes.txt")
+    assert (only.id, only.text) == ("minutes.txt", "the cat")
+
+
+def test_lines_that_another_system_wrote_are_read_as_its_rows(tmp_path):
+    row = {"id": "a", "text": "caf\u00e9"}
+    content = json.dumps(row, ensure_ascii=False)
+    (tmp_path / "rows.jsonl").write_bytes(b"\xef\xbb\xbf" + f"{content}\r\n\r\n".encode())
+    (only,) = documents(tmp_path / "rows.jsonl")
+    assert (only.id, only.text, only.problem) == ("a", "caf\u00e9", None)
+    (tmp_path / "wide.jsonl").write_bytes(f"{content}\n".encode("utf-16"))
+    assert all("not JSON" in one.problem for one in documents(tmp_path / "wide.jsonl"))
 
 
 def test_a_store_inside_its_corpus_is_rejected(tmp_path):

@@ -10,7 +10,7 @@ from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.serving.answers import Sampling
 from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
 from kvcat.serving.engine import Engine, Question, RequestError, Ticket
-from tiny import sentences, write_tiny_model
+from tiny import loud_model, sentences, write_tiny_model
 
 DOCUMENT = "".join(sentences(2, seed=5))
 QUESTIONS = ["the cat", "a stone finds the river", "x", "the dog and the cat see"]
@@ -181,3 +181,46 @@ def test_questions_on_the_same_documents_share_a_batch_and_get_their_answers(loa
         assert result[1].document_tokens == cache.num_tokens
     assert isinstance(results[-1], RequestError)
     assert "no position is left" in results[-1].message
+
+
+FAMILIES = {
+    "qwen3": {"head_dim": 8},
+    "gemma3_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "sliding_window": 12,
+        "head_dim": 8,
+        "query_pre_attn_scalar": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("kind", list(FAMILIES))
+def test_other_families_answer_from_whole_caches_as_plain_transformers(kind, tokenizer, tmp_path):
+    sizes = {"vocab_size": len(tokenizer), "max_position_embeddings": 256}
+    model = loud_model(kind, **sizes, **FAMILIES[kind])
+    (tmp_path / "texts").mkdir()
+    texts = {f"{number}.txt": "".join(sentences(2, seed=number)) for number in range(2)}
+    for name, text in texts.items():
+        (tmp_path / "texts" / name).write_text(text)
+    settings = CorpusSettings(keep_ratio=1)
+    compress_corpus(model, tokenizer, tmp_path / "texts", tmp_path / "store", settings)
+    store = Store(tmp_path / "store")
+    sampling = Sampling(max_new_tokens=5)
+    questions = [Question((id,), text, False, sampling) for id in texts for text in QUESTIONS[:2]]
+    both = Question(tuple(texts), "the cat", False, sampling)
+    results, num_batches = answers_of((model, tokenizer), store, [*questions, both])
+    for question, result in zip(questions, results[:-1], strict=True):
+        (id,) = question.documents
+        document = tokenizer(texts[id], add_special_tokens=False).input_ids
+        asked = kvcat.question_ids(tokenizer, question.content, cache=store[id])[0].tolist()
+        ids = torch.tensor([document + asked])
+        stock = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
+        assert result[0].ids == stock[0, ids.shape[1] :].tolist()
+    if kind == "qwen3":
+        assert num_batches == 3
+        assert results[-1][0].ids
+    else:  # layers with a window keep the state of one document
+        assert num_batches == 4
+        assert results[-1].status == 400
+        assert "cannot be joined" in results[-1].message

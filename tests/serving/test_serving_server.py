@@ -3,27 +3,24 @@
 import http.client
 import json
 import queue
-import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from http_requests import KEY, NAME, get, listening, post
 
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus.manifest import cache_file
 from kvcat.serving.answers import Sampling
-from tiny import refusal, sentences, write_tiny_model
+from tiny import sentences, write_tiny_model
 
 pytest.importorskip("fastapi", reason="kvcat[serve] is not installed")
-uvicorn = pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
+pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
 
-from kvcat.serving.engine import CacheMemory, Engine, Question, RequestError, Ticket  # noqa: E402
-from kvcat.serving.server import ServerLimits, make_app  # noqa: E402
+from kvcat.serving.engine import Engine, Question, RecentDocuments, Ticket
+from kvcat.serving.server import ServerLimits, make_app
 
 DOCUMENTS = {f"doc/{number}": "".join(sentences(2, seed=number)) for number in range(8)}
-NAME = "tiny"
-KEY = "secret"
 LIMITS = ServerLimits(most_bytes=4000, most_tokens=32)
 
 
@@ -43,46 +40,9 @@ def served(tmp_path_factory):
     store = Store(folder / "store")
     engine = Engine(*loaded, store, cache_bytes=60_000, most_waiting=80)
     app = make_app(engine, NAME, limits=LIMITS, api_key=KEY)
-    config = uvicorn.Config(app, port=0, log_level="warning", ws="none")
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        time.sleep(0.01)
-    port = server.servers[0].sockets[0].getsockname()[1]
-    yield port, engine, loaded, store
-    server.should_exit = True
-    thread.join(20)
-    assert not thread.is_alive()
+    with listening(app) as port:
+        yield port, engine, loaded, store
     assert not engine.is_alive
-
-
-def post(port, path="/v1/chat/completions", key=KEY, body=None, **fields):
-    """Status and JSON of a request."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    request = {
-        "model": NAME,
-        "kvcat": "doc/0",
-        "messages": [{"role": "user", "content": "the cat"}],
-        "temperature": 0,
-        "max_tokens": 4,
-    }
-    request.update(fields)
-    content = json.dumps(request) if body is None else body
-    connection.request("POST", path, content, {"Authorization": f"Bearer {key}"})
-    response = connection.getresponse()
-    result = response.status, json.loads(response.read())
-    connection.close()
-    return result
-
-
-def get(port, path, key=KEY):
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
-    response = connection.getresponse()
-    result = response.status, response.read().decode()
-    connection.close()
-    return result
 
 
 def stock_answer(loaded, document, question, num_tokens):
@@ -170,47 +130,6 @@ def test_a_stop_text_a_seed_and_top_p_have_an_effect(served):
     assert drawn(temperature=1, top_p=1e-6, seed=1) == text
 
 
-@pytest.mark.parametrize(
-    ("fields", "status", "message"),
-    [
-        ({"kvcat": "../../etc/passwd"}, 404, "no document '../../etc/passwd'"),
-        ({"kvcat": None}, 400, "must name a document"),
-        ({"kvcat": ["doc/0", "doc/1"]}, 400, "document 2 opens a turn of the chat template"),
-        ({"kvcat": ["doc/0"] * 17}, 400, "names 17 documents; at most 16"),
-        ({"kvcat": []}, 400, "must name a document"),
-        ({"kvcat": "damaged"}, 500, "document 'damaged': the store/"),
-        ({"model": "gpt"}, 404, "no model 'gpt'; there is 'tiny'"),
-        ({"messages": None}, 400, "messages is missing"),
-        ({"messages": [{"role": "system", "content": "x"}]}, 400, "first one the user's"),
-        ({"temperature": 9999}, 400, "temperature is 9999"),
-        ({"temperature": 10**400}, 400, "too large"),
-        ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode text"),
-        ({"top_p": 0}, 400, "top_p is 0"),
-        ({"max_tokens": 33}, 400, "this server allows 32"),
-        ({"max_tokens": 0}, 400, "must be at least 1"),
-        ({"max_tokens": True}, 400, "wrong type"),
-        ({"stop": [1]}, 400, "stop must be"),
-        ({"n": 2}, 400, "n is not supported with the value 2"),
-        ({"tools": [{}]}, 400, "tools is not supported"),
-        ({"top_k": 3}, 400, "'top_k' is not supported"),
-        ({"body": "{"}, 400, "is not JSON"),
-        ({"body": "[]"}, 400, "no JSON object"),
-        ({"body": "x" * 4001}, 413, "longer than 4000 bytes"),
-        ({"key": "other"}, 401, "API key"),
-        ({"messages": [{"role": "user", "content": "the cat " * 300}]}, 400, "no position"),
-    ],
-)
-def test_a_wrong_request_gets_a_clear_error_and_the_server_lives_on(
-    served, fields, status, message
-):
-    port, _, _, store = served
-    answer_status, answer = post(port, **fields)
-    assert (answer_status, answer["error"]["code"]) == (status, status)
-    assert message in answer["error"]["message"]
-    assert store.address not in answer["error"]["message"]
-    assert post(port)[0] == 200
-
-
 def test_completions_put_one_text_after_the_document(served):
     port, _, loaded, _ = served
     prompt = {"prompt": "the cat", "messages": None}
@@ -234,34 +153,30 @@ def test_health_needs_no_key_and_metrics_count(served):
     assert f"kvcat_documents {len(DOCUMENTS) + 1}\n" in text
 
 
-def test_memory_holds_the_caches_that_were_used_last(served):
+def test_memory_holds_the_documents_that_were_used_last_within_its_bytes(served):
     _, _, loaded, store = served
-    size = store["doc/1"].nbytes
-    memory = CacheMemory(store, 3 * size, loaded[0])
-    for id in DOCUMENTS:
-        memory.find([id])
-        assert memory.num_bytes <= 3 * size
-    loads = memory.num_loads
-    memory.find(["doc/7"])
-    assert (memory.num_loads, memory.num_hits) == (loads, 1)
-    memory.find(["doc/0"])
-    assert memory.num_loads == loads + 1
-    small = CacheMemory(store, 10, loaded[0])
-    small.find(["doc/0"])
-    assert small.num_bytes == 0
+    caches = {id: store[id] for id in DOCUMENTS}
+    ids = sorted(DOCUMENTS, key=lambda id: caches[id].nbytes)
+    most = sum(caches[id].nbytes for id in ids[-3:])
+    documents = RecentDocuments(store, most, loaded[0])
 
+    def is_read(id):
+        num_loads = documents.num_loads
+        documents.find([id])
+        assert documents.recent.num_bytes <= most
+        return documents.num_loads > num_loads
 
-def test_too_many_waiting_requests_are_rejected(served):
-    _, _, loaded, store = served
-    question = Question(("doc/0",), "the cat", False, Sampling())
-    ticket = Ticket(question, lambda _: None)
-    engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=0)
-    with pytest.raises(RequestError, match="try again later") as caught:
-        engine.submit(ticket)
-    assert caught.value.status == 429
-    engine.close()
-    with pytest.raises(RequestError, match="shutting down"):
-        engine.submit(ticket)
+    first, second, third, fourth = ids[-4:]
+    assert [is_read(id) for id in (second, third, fourth)] == [True, True, True]
+    assert documents.recent.num_bytes == most
+    assert not is_read(second)
+    assert is_read(first)  # replaces the third, which was not used for longest
+    assert [is_read(id) for id in (second, fourth, first)] == [False, False, False]
+    assert is_read(third)
+    assert documents.recent.num_hits == 4
+    small = RecentDocuments(store, 10, loaded[0])
+    small.find([first])
+    assert small.recent.num_bytes == 0
 
 
 def test_an_answer_for_which_nobody_waits_ends_early(served):
@@ -283,10 +198,3 @@ def test_an_answer_for_which_nobody_waits_ends_early(served):
     assert result.finish_reason == "cancelled"
     assert len(result.ids) < 100
     engine.close()
-
-
-def test_a_store_of_another_model_is_rejected(served, tiny_folder):
-    _, _, _, store = served
-    other = kvcat.load(tiny_folder)
-    message = refusal(Engine, *other, store, cache_bytes=1, most_waiting=1)
-    assert "belongs to another model" in message

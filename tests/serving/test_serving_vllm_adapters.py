@@ -1,6 +1,7 @@
-"""A request for a compact cache with a LoRA adapter is rejected; vLLM itself need not be
-installed."""
+"""The connector's methods are those of vLLM; a request for a compact cache with a LoRA adapter is
+rejected, for which vLLM need not be installed."""
 
+import inspect
 import json
 import sys
 from types import SimpleNamespace
@@ -74,3 +75,30 @@ def test_the_server_rejects_the_name_of_an_adapter_before_the_engine_sees_it(ser
         serving._with_token_ids(state, "prompt", json.dumps(body).encode())
     without = json.dumps({"model": "a", "prompt": "x"}).encode()
     assert serving._with_token_ids(state, "prompt", without) == without
+
+
+def test_the_connector_overrides_all_that_vllm_asks_for_with_its_parameters(serving):
+    pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
+    connector = serving.CompactCacheConnector
+    assert not connector.__abstractmethods__
+    overridden = set()
+    for base in (serving.base.KVConnectorBase_V1, serving.base.SupportsHMA):
+        for name, method in vars(base).items():
+            mine = getattr(connector, name, None)
+            if not inspect.isfunction(method) or mine is method or name.startswith("__"):
+                continue
+            overridden.add(name)
+            if mine is not connector._nothing:  # it accepts anything
+                assert positional(mine) == positional(method), name
+    assert overridden >= {
+        "build_connector_meta", "get_block_ids_with_load_errors", "get_num_new_matched_tokens",
+        "get_transfer_results", "register_kv_caches", "request_finished",
+        "request_finished_all_groups", "save_kv_layer", "start_load_kv",
+        "update_state_after_alloc", "wait_for_layer_load", "wait_for_save",
+    }  # fmt: skip
+
+
+def positional(method):
+    """The names of a method's parameters, without those for further keywords."""
+    parameters = inspect.signature(method).parameters.values()
+    return [one.name for one in parameters if one.kind is not inspect.Parameter.VAR_KEYWORD]

@@ -76,6 +76,15 @@ class Joined:
         return by_cell.transpose(0, 1).split(self.head_dim, dim=-1)
 
 
+class CellsFirst(Joined):
+    """The same shape over memory in which the heads of a cell are next to each other."""
+
+    def __init__(self, kv_heads, head_dim):
+        super().__init__(kv_heads, head_dim)
+        memory = torch.zeros(NUM_BLOCKS, BLOCK, kv_heads, 2 * head_dim)
+        self.kv_cache = memory.transpose(1, 2)
+
+
 class Apart(Joined):
     """A layer of earlier versions: pages of keys, and pages of values."""
 
@@ -136,8 +145,8 @@ def load(connector, request, blocks, layers, num_computed=0):
     return num_new, is_awaited, connector.get_transfer_results(set())
 
 
-@pytest.mark.parametrize("kind", [Joined, Apart])
-def test_slots_are_written_to_the_cells_of_their_blocks_in_either_layout(
+@pytest.mark.parametrize("kind", [Joined, CellsFirst, Apart])
+def test_slots_are_written_to_the_cells_of_their_blocks_in_every_layout(
     serving, wide, folder, kind
 ):
     connector = connector_for(serving, wide, folder)
@@ -329,3 +338,16 @@ def test_a_store_of_another_model_and_unknown_or_damaged_documents_are_rejected(
         for path, content in files.items():
             path.write_bytes(content)
     assert connector.caches.find("a/0").num_slots > 0
+
+
+def test_documents_of_a_store_with_a_chat_template_cannot_be_joined(serving, tokenizer, tmp_path):
+    (tmp_path / "corpus.jsonl").write_text(
+        "\n".join(json.dumps({"id": str(n), "text": f"the cat {n}"}) for n in range(2))
+    )
+    model = loud_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=256)
+    settings = CorpusSettings(keep_ratio=1, chat=True)
+    compress_corpus(model, tokenizer, tmp_path / "corpus.jsonl", tmp_path / "s", settings)
+    connector = connector_for(serving, widen(model, WIDE), tmp_path / "s")
+    assert connector.caches.find(["1"]).chat
+    with pytest.raises(InputError, match="cannot be joined: the store was made with --chat"):
+        connector.caches.find(["0", "1"])

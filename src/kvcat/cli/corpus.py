@@ -103,6 +103,8 @@ def compress_to_store(
             **columns,
         )
     _show(result, output, settings)
+    if shard_numbers is None and result.num_made + result.num_kept == 0:
+        raise InputError(f"none of the {result.num_documents} documents has a cache")
 
 
 def _parse_shard(text: str) -> tuple[int, int]:

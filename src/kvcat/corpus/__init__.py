@@ -8,9 +8,11 @@ from kvcat.corpus.manifest import Row
 from kvcat.corpus.run import CorpusResult, compress_corpus
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import CorpusDocument, corpus_files, read_corpus
-from kvcat.corpus.store import Store, check_store
+from kvcat.corpus.store import CHAT_STORE, CHECKSUM_ENTRY, Store, check_store
 
 __all__ = [
+    "CHAT_STORE",
+    "CHECKSUM_ENTRY",
     "CorpusCompressor",
     "CorpusDocument",
     "CorpusResult",

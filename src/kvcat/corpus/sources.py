@@ -9,7 +9,7 @@ from typing import Any
 
 import fsspec
 
-from kvcat.data import SourceFile, open_rows, open_source, row_columns
+from kvcat.data import SUFFIXES, SourceFile, open_rows, open_source, row_columns
 from kvcat.errors import InputError, one_line
 from kvcat.hub import HUB_PREFIX
 from kvcat.tokenization import repaired
@@ -55,7 +55,8 @@ def corpus_files(
         store: address of the store that will hold the caches, which must not be in the folder.
 
     Raises:
-        InputError: no such source, or no connection to the Hub (within seconds).
+        InputError: no such source, a file of another kind, or no connection to the Hub (within
+            seconds).
     """
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
@@ -64,6 +65,12 @@ def corpus_files(
         if Path(store).expanduser().resolve().is_relative_to(folder):
             raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source).files
+    known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
+    if Path(source).expanduser().is_file() and not source.endswith(known):
+        raise InputError(
+            f"{source} is no corpus: rows are in .jsonl or .parquet files, one document each in "
+            f"text files ({', '.join(SUFFIXES['text'])})"
+        )
     return [replace(file, text_field=text_column, id_field=id_column) for file in files]
 
 

@@ -30,6 +30,11 @@ if TYPE_CHECKING:
 SETTINGS = "store.json"
 CHECKSUM_ENTRY = "text_checksum"
 """The entry of a cache's metadata with the checksum of its text."""
+CHAT_STORE = (
+    "the store was made with --chat, so that each of its documents begins with the chat template's "
+    "system part and opens a user's turn, which a prompt has once; make the store without --chat"
+)
+"""Why documents of such a store cannot follow one another."""
 _FORMAT = "kvcat-store-1"
 _SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
 _SECONDS_OF_A_WRITER = 24 * 3600.0  # after which a remote log without a new row has no writer

@@ -1,6 +1,7 @@
 """Documents and tokens: sources of text, held-out splits, and batches."""
 
 from kvcat.data.documents import (
+    SUFFIXES,
     Document,
     SourceFile,
     open_documents,
@@ -14,6 +15,7 @@ from kvcat.data.streams import TokenData, TokenLoader, merge_states, open_tokens
 from kvcat.data.token_files import prepare
 
 __all__ = [
+    "SUFFIXES",
     "Document",
     "Encoder",
     "SourceFile",

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, are_comparable, fingerprint
 from kvcat.compress import compose, question_ids
-from kvcat.corpus import Store
+from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError, one_line
 from kvcat.serving.answers import Answer, Sampling, answer_length
 from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
+from kvcat.serving.recent import RecentlyUsed
 from kvcat.serving.requests import chat_ids
 
 
@@ -83,8 +84,8 @@ class Ticket:
         self.is_cancelled.set()
 
 
-class CacheMemory:
-    """The caches of a store that were used last, within a number of bytes.
+class RecentDocuments:
+    """The caches of documents of a store; those that were used last stay in memory.
 
     Args:
         store: the caches.
@@ -94,33 +95,34 @@ class CacheMemory:
 
     def __init__(self, store: Store, most_bytes: int, model: PreTrainedModel) -> None:
         self.store = store
-        self.num_bytes = 0
-        self.num_hits = 0
+        self.recent: RecentlyUsed[CompactCache] = RecentlyUsed(most_bytes, _num_bytes)
         self.num_loads = 0
-        self._most_bytes = most_bytes
         self._model = model
-        self._caches: OrderedDict[tuple[tuple[str, str], ...], CompactCache] = OrderedDict()
 
     def find(self, ids: Sequence[str]) -> CompactCache:
         """The cache of a document, or of several documents one behind the other.
 
         Raises:
-            RequestError: no such document, a damaged file, or documents that cannot be composed.
+            RequestError: no such document, a damaged file, a text that changed, or documents that
+                cannot be composed.
         """
-        key = tuple((id, self._checksum(id)) for id in ids)
-        if key in self._caches:
-            self.num_hits += 1
-            self._caches.move_to_end(key)
-            return self._caches[key]
-        if len(ids) == 1:
-            cache = self._load(ids[0])
-        else:
+        documents = [(id, self._checksum(id)) for id in ids]
+        if len(ids) > 1 and self.store.settings.get("chat"):
+            raise RequestError(400, f"{len(ids)} documents cannot be joined: {CHAT_STORE}")
+        return self._find(documents)
+
+    def _find(self, documents: Sequence[tuple[str, str]]) -> CompactCache:
+        """The cache of documents, each an id and the checksum of its text."""
+
+        def load() -> CompactCache:
+            if len(documents) == 1:
+                return self._load(*documents[0])
             try:
-                cache = compose(self._model, [self.find([id]) for id in ids])
+                return compose(self._model, [self._find([document]) for document in documents])
             except InputError as error:
                 raise RequestError(400, f"these documents cannot be joined: {error}") from None
-        self._keep(key, cache)
-        return cache
+
+        return self.recent.get(tuple(documents), load)
 
     def _checksum(self, id: str) -> str:
         """The checksum of a document's text."""
@@ -132,25 +134,17 @@ class CacheMemory:
             raise RequestError(404, f"document {id[:80]!r} has no cache: {row.error}")
         return row.checksum
 
-    def _load(self, id: str) -> CompactCache:
+    def _load(self, id: str, checksum: str) -> CompactCache:
         """The cache of a document from the store."""
         try:
             cache = self.store[id].to(self._model.device)
         except InputError as error:  # a client need not know where the store is
             reason = str(error).replace(self.store.address, "the store")
             raise RequestError(500, f"document {id[:80]!r}: {reason}") from None
+        if cache.metadata.get(CHECKSUM_ENTRY) != checksum:  # the store has read its manifest again
+            raise RequestError(503, f"document {id[:80]!r} has just changed: ask again")
         self.num_loads += 1
         return cache
-
-    def _keep(self, key: tuple[tuple[str, str], ...], cache: CompactCache) -> None:
-        """Hold a cache, and drop those that were not used for the longest time."""
-        if cache.nbytes > self._most_bytes:
-            return
-        self._caches[key] = cache
-        self.num_bytes += cache.nbytes
-        while self.num_bytes > self._most_bytes:
-            _, dropped = self._caches.popitem(last=False)
-            self.num_bytes -= dropped.nbytes
 
 
 class Engine:
@@ -184,7 +178,7 @@ class Engine:
                 f"store {store.address} belongs to another model: its fingerprint is {known[:12]}, "
                 f"the model's {mine[:12]}"
             )
-        self.memory = CacheMemory(store, cache_bytes, model)
+        self.documents = RecentDocuments(store, cache_bytes, model)
         self.num_answers = 0
         self.num_batches = 0
         self.num_errors = 0
@@ -267,7 +261,7 @@ class Engine:
     def _serve(self, tickets: Sequence[Ticket]) -> None:
         """Answer questions on the same documents; whatever happens becomes an event of each."""
         with self._errors_of(tickets):
-            self._answer(tickets, self.memory.find(tickets[0].question.documents))
+            self._answer(tickets, self.documents.find(tickets[0].question.documents))
 
     def _answer(self, tickets: Sequence[Ticket], cache: CompactCache) -> None:
         """Answer questions on the documents of a cache, as many at once as fit in a batch."""
@@ -340,3 +334,7 @@ class _TicketRow(NamedTuple):
 
     ticket: Ticket
     question: BatchQuestion
+
+
+def _num_bytes(cache: CompactCache) -> int:
+    return cache.nbytes

@@ -17,6 +17,7 @@ class RecentlyUsed(Generic[Value]):
 
     def __init__(self, most_bytes: int, size: Callable[[Value], int]) -> None:
         self.num_bytes = 0
+        self.num_hits = 0
         self._most_bytes = most_bytes
         self._size = size
         self._values: OrderedDict[Hashable, Value] = OrderedDict()
@@ -24,6 +25,7 @@ class RecentlyUsed(Generic[Value]):
     def get(self, key: Hashable, load: Callable[[], Value]) -> Value:
         """The value of a key, which is loaded if it is not held."""
         if key in self._values:
+            self.num_hits += 1
             self._values.move_to_end(key)
             return self._values[key]
         value = load()

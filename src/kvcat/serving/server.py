@@ -23,8 +23,12 @@ except ImportError as error:
     ) from None
 
 _SECONDS_BETWEEN_CHECKS = 1.0  # whether a client still waits
-_SECONDS_TO_SEND = 60  # for a client, its request
 _SECONDS_TO_SHUT_DOWN = 5
+_HEADERS = {
+    408: {"Connection": "close"},  # the rest of the request is not read
+    413: {"Connection": "close"},
+    429: {"Retry-After": "1"},
+}
 
 
 @dataclass(frozen=True)
@@ -34,10 +38,12 @@ class ServerLimits:
     Args:
         most_bytes: bytes of a request.
         most_tokens: tokens of an answer.
+        most_seconds: seconds in which a client must send its request.
     """
 
     most_bytes: int = 1 << 20
     most_tokens: int = 1024
+    most_seconds: float = 60.0
 
 
 def make_app(
@@ -114,7 +120,7 @@ class _Routes:
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:
         """An answer, whole or as server-sent events."""
         self._check_key(request)
-        body = await _read_body(request, self._limits.most_bytes)
+        body = await _read_body(request, self._limits)
         fields = parse_request(
             body, is_chat=is_chat, model=self._name, most_tokens=self._limits.most_tokens
         )
@@ -141,8 +147,7 @@ async def _reject(_: Request, error: Exception) -> Response:
     """The response to a request that cannot be answered."""
     if not isinstance(error, RequestError):
         raise error
-    headers = {"Retry-After": "1"} if error.status == 429 else None
-    return JSONResponse(error_record(error), error.status, headers=headers)
+    return JSONResponse(error_record(error), error.status, headers=_HEADERS.get(error.status))
 
 
 def run_server(app: FastAPI, host: str, port: int) -> None:
@@ -158,7 +163,7 @@ def run_server(app: FastAPI, host: str, port: int) -> None:
 
 def metrics_text(engine: Engine) -> str:
     """Counters and gauges in the text format of Prometheus."""
-    memory = engine.memory
+    documents = engine.documents
     counters = {
         "answers": engine.num_answers,
         "batches": engine.num_batches,
@@ -166,13 +171,13 @@ def metrics_text(engine: Engine) -> str:
         "prompt_tokens": engine.num_prompt_tokens,
         "answer_tokens": engine.num_answer_tokens,
         "busy_seconds": engine.busy_seconds,
-        "cache_hits": memory.num_hits,
-        "cache_loads": memory.num_loads,
+        "cache_hits": documents.recent.num_hits,
+        "cache_loads": documents.num_loads,
     }
     gauges = {
         "waiting_requests": engine.num_waiting,
-        "cache_bytes": memory.num_bytes,
-        "documents": len(memory.store),
+        "cache_bytes": documents.recent.num_bytes,
+        "documents": len(documents.store),
     }
     lines = []
     for name, value in counters.items():
@@ -182,17 +187,17 @@ def metrics_text(engine: Engine) -> str:
     return "\n".join(lines) + "\n"
 
 
-async def _read_body(request: Request, most_bytes: int) -> bytes:
+async def _read_body(request: Request, limits: ServerLimits) -> bytes:
     """The body of a request; ``RequestError`` once it is too long or too slow."""
     body = bytearray()
     try:
-        async with asyncio.timeout(_SECONDS_TO_SEND):
+        async with asyncio.timeout(limits.most_seconds):
             async for piece in request.stream():
                 body += piece
-                if len(body) > most_bytes:
-                    raise RequestError(413, f"the request is longer than {most_bytes} bytes")
+                if len(body) > limits.most_bytes:
+                    raise RequestError(413, f"the request is longer than {limits.most_bytes} bytes")
     except TimeoutError:
-        raise RequestError(408, f"the request took longer than {_SECONDS_TO_SEND} s") from None
+        raise RequestError(408, f"the request took longer than {limits.most_seconds:g} s") from None
     except ClientDisconnect:
         raise RequestError(499, "the client is gone") from None
     return bytes(body)

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvcat.cache import CompactCache, are_comparable, first_slots, positions_by_head
-from kvcat.corpus import Store
+from kvcat.corpus import CHAT_STORE, Store
 from kvcat.errors import InputError
 from kvcat.serving.prefix import LayerStates, PackedDocument, wide_layer
 from kvcat.serving.requests import NamedCaches
-from kvcat.serving.several import WideRotation
+from kvcat.serving.several import JoinedPrefix, WideRotation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,12 @@ class CacheStore(NamedCaches):
                 f"served model's {fingerprint[:12]}"
             )
         self._prefix = lru_cache(maxsize=4096)(self._read)
+
+    def find(self, name: object) -> PackedDocument | JoinedPrefix:
+        """The cache of a document, or of a list of documents as one."""
+        if isinstance(name, list) and len(name) > 1 and self._store.settings.get("chat"):
+            raise InputError(f"{len(name)} documents cannot be joined: {CHAT_STORE}")
+        return super().find(name)
 
     def find_one(self, name: object) -> StoredPrefix:
         """The cache of a document."""
