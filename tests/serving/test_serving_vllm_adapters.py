@@ -1,6 +1,7 @@
 """The connector's methods are those of vLLM; a request for a compact cache with a LoRA adapter is
 rejected, for which vLLM need not be installed."""
 
+import importlib.util
 import inspect
 import json
 import sys
@@ -77,8 +78,11 @@ def test_the_server_rejects_the_name_of_an_adapter_before_the_engine_sees_it(ser
     assert serving._with_token_ids(state, "prompt", without) == without
 
 
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="needs vLLM (make test-vllm)")
 def test_the_connector_overrides_all_that_vllm_asks_for_with_its_parameters(serving):
-    pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
     connector = serving.CompactCacheConnector
     assert not connector.__abstractmethods__
     overridden = set()
