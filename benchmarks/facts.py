@@ -8,9 +8,11 @@ do not become part of the conversation.
 
     dense         the whole conversation
     session       kvcat.Session with --budget slots, compacted again and again
+    all queries   the same with the queries of all tokens kept
     no queries    the same without kept queries
     streaming     the same with StreamingLLM, the first 4 positions and the last ones
-    h2o, snapkv   the whole conversation, read again at each question, in as many slots as the
+    attention-matching, h2o, snapkv
+                  the whole conversation, read again at each question, in as many slots as the
                   session holds then
     truncated     the template's opening and the last tokens, as many as these slots
 
@@ -45,10 +47,12 @@ ANSWER = "Noted."
 QUESTION = "What is the phone number of {}?"
 SESSIONS: dict[str, dict[str, Any]] = {
     "session": {},
+    "all queries": {"num_kept": 1 << 20},
     "no queries": {"num_kept": 0},
     "streaming": {"method": "streaming"},
 }
-ONE_SHOT = ("h2o", "snapkv")
+ONE_SHOT = ("attention-matching", "h2o", "snapkv")
+OTHERS = ("dense", *ONE_SHOT, "truncated")
 
 
 @dataclass(frozen=True)
@@ -117,14 +121,26 @@ def sessions_of(
             yield turn, session
 
 
-def others(talk: Talk, model: PreTrainedModel, session: Any) -> Iterator[tuple[str, CompactCache]]:
-    """Caches of the conversation so far by the other conditions, in as many slots."""
+def others(
+    talk: Talk, model: PreTrainedModel, session: Any, wanted: Sequence[str]
+) -> Iterator[tuple[str, CompactCache]]:
+    """Caches of the conversation so far by other conditions, in as many slots.
+
+    Args:
+        talk, model: of the conversation.
+        session: which has read it.
+        wanted: among ``OTHERS``.
+    """
     ids = session.ids
     slots = round(session.held_slots)
     trace = kvcat.trace(model, ids.unsqueeze(0), supervision="self")
-    yield "dense", trace.dense_cache()
+    if "dense" in wanted:
+        yield "dense", trace.dense_cache()
     for name in ONE_SHOT:
-        yield name, make_compressor(name)(trace, num_slots=min(slots, len(ids)))
+        if name in wanted:
+            yield name, make_compressor(name)(trace, num_slots=min(slots, len(ids)))
+    if "truncated" not in wanted:
+        return
     head = len(talk.tokenizer.encode(chat_parts(talk.tokenizer)[0]))
     last = ids[max(head, head + len(ids) - slots) :]
     cut = torch.cat([ids[:head], last]).unsqueeze(0)
@@ -137,15 +153,20 @@ def records_of(
     """A record per condition and number of turns that is not known yet: the answers."""
     name = f"{talk.seed}-{talk.index}"
     for condition, settings in SESSIONS.items():
-        wanted = [turn for turn in options.turns if (name, condition, turn) not in known]
-        if not wanted:
+        measured = [condition, *OTHERS] if condition == "session" else [condition]
+        missing = {
+            turn: [each for each in measured if (name, each, turn) not in known]
+            for turn in options.turns
+        }
+        wanted_turns = [turn for turn, conditions in missing.items() if conditions]
+        if not wanted_turns:
             continue
         common = {"budget": options.budget, "tail": options.tail, **settings}
-        for turn, session in sessions_of(talk, model, wanted, common):
+        for turn, session in sessions_of(talk, model, wanted_turns, common):
             questions = talk.questions(session.ids.tolist(), turn)
-            caches = {condition: session.cache}
-            if condition == "session":
-                caches |= dict(others(talk, model, session))
+            caches = {condition: session.cache} if condition in missing[turn] else {}
+            if set(missing[turn]) & set(OTHERS):
+                caches |= dict(others(talk, model, session, missing[turn]))
             for each, cache in caches.items():
                 answers = greedy_answers(model, cache, questions, DIGITS + 2)
                 yield {
@@ -172,13 +193,15 @@ def report(records: Sequence[dict[str, Any]]) -> None:
     ]
     frame = pd.DataFrame(rows)
     turns = sorted(frame.turns.unique())
-    order = ["dense", *SESSIONS, *ONE_SHOT, "truncated"]
+    order = ["dense", *SESSIONS, *OTHERS[1:]]
     means = frame.groupby("turns")[["tokens", "compactions"]].mean()
     print("\n| turns | " + " | ".join(map(str, turns)) + " |")
     print("|---" * (len(turns) + 1) + "|")
     print("| tokens | " + " | ".join(f"{means.tokens[turn]:.0f}" for turn in turns) + " |")
     for name in order:
         group = frame[frame.condition == name]
+        if group.empty:
+            continue
         cells = [share(group[group.turns == turn]) for turn in turns]
         print(f"| {name} | " + " | ".join(cells) + " |")
     most = frame[frame.turns == turns[-1]].copy()
@@ -191,6 +214,8 @@ def report(records: Sequence[dict[str, Any]]) -> None:
     print("|---" * (len(ages) + 1) + "|")
     for name in order:
         group = most[most.condition == name]
+        if group.empty:
+            continue
         print(f"| {name} | " + " | ".join(share(group[group.age == age]) for age in ages) + " |")
 
 
