@@ -3,6 +3,12 @@
 import re
 
 import pytest
+
+from kvcat.cli import app
+from kvcat.cli.names import method_names
+from kvcat.compress import make_compressor
+from kvcat.errors import InputError
+from kvcat.options import parse_spec
 from page_commands import (
     ROOT,
     command_name,
@@ -14,12 +20,6 @@ from page_commands import (
     script_options,
     shell_lines,
 )
-
-from kvcat.cli import app
-from kvcat.cli.names import method_names
-from kvcat.compress import make_compressor
-from kvcat.errors import InputError
-from kvcat.options import parse_spec
 
 FOREIGN_OPTIONS = {
     "--hf-overrides",

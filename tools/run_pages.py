@@ -35,7 +35,7 @@ LEFT_OUT = {
     r"\./my-model|\ba\.safetensors|\bMODEL\b": "names a model or a file of the reader's",
 }
 ARTICLES = {
-    "articles/7": "The council met on 3 May. It was decided that the bridge will be closed in June.",
+    "articles/7": "The council met on 3 May. It was decided that the bridge closes in June.",
     "articles/9": "The library is open from nine to six. On Sundays it is closed all day.",
 }
 REPORT = "Rules: answer in one sentence.\n\n" + "\n".join(ARTICLES.values()) * 6
@@ -62,26 +62,26 @@ def prepare(folder: Path) -> None:
 def commands(page: str) -> list[str]:
     """The commands of a page, each with its continued lines."""
     text = (ROOT / page).read_text(encoding="utf-8")
-    found: list[str] = []
+    parsed: list[str] = []
     for language, code in _FENCED.findall(text):
         if language == "console":
-            found += re.findall(r"^\$ ((?:.*\\\n)*.*)$", code, re.MULTILINE)
+            parsed += re.findall(r"^\$ ((?:.*\\\n)*.*)$", code, re.MULTILINE)
         elif language == "sh":
-            found += _split(code)
-    return found
+            parsed += _split(code)
+    return parsed
 
 
 def _split(code: str) -> list[str]:
     """The commands of a block: a line ends one unless it is continued or inside quotation marks."""
-    found: list[str] = []
+    parsed: list[str] = []
     command = ""
     for line in code.splitlines():
         command += line + "\n"
         if line.endswith(("\\", "|")) or not _is_complete(command):
             continue
-        found.append(command.strip())
+        parsed.append(command.strip())
         command = ""
-    return [command for command in found if command and not command.startswith("#")]
+    return [command for command in parsed if command and not command.startswith("#")]
 
 
 def _is_complete(command: str) -> bool:
