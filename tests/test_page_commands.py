@@ -1,6 +1,7 @@
-"""What the pages name exists: commands, options, methods and their options, scripts, targets."""
+"""The pages: what they name exists (commands, options, methods, scripts, targets), headings."""
 
 import re
+from itertools import pairwise
 
 import pytest
 
@@ -116,6 +117,17 @@ def test_every_script_and_every_target_exists_and_a_script_has_its_options(progr
                 complaints += [f"{call}: {fault}" for fault in _script_faults(call.words)]
             num_checked += 1
     assert num_checked > 5
+    assert complaints == []
+
+
+def test_every_page_has_one_title_first_and_skips_no_level_of_headings():
+    complaints = []
+    for page in pages():
+        text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+        levels = [len(marks) for marks in re.findall(r"^(#+) ", text, re.MULTILINE)]
+        steps = [later - level for level, later in pairwise(levels)]
+        if levels[:1] != [1] or levels.count(1) > 1 or max(steps, default=0) > 1:
+            complaints.append(f"{page}: {levels}")
     assert complaints == []
 
 
