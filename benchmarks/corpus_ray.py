@@ -1,6 +1,6 @@
 """What a Ray cluster adds to the cost of a corpus, in processor seconds.
 
-    pip install 'kvcat[ray]'
+    pip install -e '.[ray]'
     python benchmarks/corpus_ray.py --documents 60
 
 It starts a cluster of two processors on this machine, with workers of ordinary priority, and runs

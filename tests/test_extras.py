@@ -58,3 +58,23 @@ def test_every_optional_package_is_in_its_extra():
         required = " ".join(project["optional-dependencies"][extra])
         assert all(package in required for package in packages)
         assert not any(package in " ".join(project["dependencies"]) for package in packages)
+
+
+def test_every_pinned_package_that_is_installed_allows_the_lowest_python():
+    import tomllib
+    from importlib import metadata
+    from pathlib import Path
+
+    from packaging.specifiers import SpecifierSet
+
+    root = Path(__file__).parent.parent
+    project = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lowest = project["requires-python"].removeprefix(">=") + ".0"
+    pins = (root / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    num_checked = 0
+    for distribution in metadata.distributions():
+        if f"{distribution.name}=={distribution.version}" in pins:
+            needed = SpecifierSet(distribution.metadata.get("Requires-Python") or "")
+            assert needed.contains(lowest), f"{distribution.name} needs Python {needed}"
+            num_checked += 1
+    assert num_checked > 20

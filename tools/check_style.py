@@ -3,7 +3,8 @@
 At most 3 % of the assignments may pack several values (`a, b = x, y`), no line may be longer than
 100 columns, and names that say nothing are not used: in src/, tests/, benchmarks/, examples/, runs/
 and tools/. There, in docs/ and in the pages of the project's root, habit words that readers stumble
-over are named with a better word; ``--code`` leaves this second check out.
+over are named with a better word, and prose wraps at 100 columns; ``--code`` leaves this second
+check out.
 """
 
 import ast
@@ -113,6 +114,17 @@ def check_words(path: Path, findings: Findings) -> None:
                 findings.add(path, number, f"{match[0]!r}: say {better}")
 
 
+def check_columns(path: Path, findings: Findings) -> None:
+    """Note long lines in the prose of a page: not tables, pictures, headings, code."""
+    is_code = False
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        if line.startswith("```"):
+            is_code = not is_code
+        is_prose = not is_code and not line.startswith(("|", "![", "<", "#"))
+        if is_prose and len(line) > MOST_COLUMNS:
+            findings.add(path, number, f"{len(line)} columns, more than {MOST_COLUMNS}")
+
+
 def tracked(*patterns: str) -> list[Path]:
     """Files of the repository that match."""
     listed = subprocess.run(
@@ -136,6 +148,9 @@ def main() -> None:
         is_log = path.is_relative_to("docs/log") or path == Path("docs/log.md")
         if not is_log and not is_table_of_words:
             check_words(path, findings)
+        is_generated = path.is_relative_to("docs/results")
+        if path.suffix == ".md" and not is_log and not is_generated:
+            check_columns(path, findings)
     share = findings.num_packed / max(1, findings.num_assignments)
     if share > MOST_PACKED:
         findings.lines.append(

@@ -28,8 +28,10 @@ COMPRESSION = (
     "scored on the {suffix_len} tokens that follow."
 )
 TRAINING = (
-    "KV-CAT and a control that saw the same tokens with the plain loss. Caches of {prefix_len} "
-    "tokens, fitted to the {suffix_len} tokens that follow and scored on them, as in the paper."
+    "KV-CAT and a control that saw the same tokens with the plain loss; one run of each, and the "
+    "intervals do not cover variation between runs. The difference between base and control is "
+    "what plain training does. Caches of {prefix_len} tokens, fitted to the {suffix_len} tokens "
+    "that follow and scored on them, as in the paper."
 )
 NO_TRAINING = (
     "The training part of this demo was stopped before its end, so there is nothing to compare "

@@ -1,8 +1,9 @@
 """Build the package and try it as a new user: python tools/release_check.py.
 
 Builds sdist and wheel, checks their metadata and contents, installs the wheel without extras into
-an empty environment, and runs there the commands that the core offers. Then adds the extra
-"report" and runs the commands of README.md that need nothing else. Nothing is uploaded.
+an empty environment, and runs there the commands that the core offers and README.md's Python, whose
+output must be the printed one. Then adds the extra "report" and runs the commands of README.md that
+need nothing else. Nothing is uploaded.
 """
 
 import argparse
@@ -21,7 +22,7 @@ OPTIONAL = ("datasets", "matplotlib", "pandas", "pyarrow", "scipy")
 WITHOUT_EXTRAS = "import importlib.util, sys; sys.exit(any(map(importlib.util.find_spec, {names})))"
 LARGEST_SDIST = 5_000_000
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
-_SHELL = re.compile(r"^```sh\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 BUILD_TOOLS = ("build", "hatchling", "twine")
 
 
@@ -102,18 +103,40 @@ def try_core(folder: Path, wheel: Path, torch: str) -> None:
     print(message)
 
 
-def try_readme(folder: Path, wheel: Path) -> None:
+def readme_blocks(language: str) -> list[str]:
+    """The blocks of README.md in a language."""
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    return [code for name, code in _BLOCK.findall(readme) if name == language]
+
+
+def readme_folder(folder: Path) -> Path:
+    """A folder with the file that README.md compresses."""
+    work = folder / "work"
+    work.mkdir()
+    page = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    (work / "CITATION.cff").write_text(page, encoding="utf-8")
+    return work
+
+
+def try_readme_python(python: Path, work: Path) -> None:
+    """Run README.md's Python; stop if it prints something else than README.md shows."""
+    (code,) = readme_blocks("python")
+    (shown,) = readme_blocks("output")
+    ended = subprocess.run(
+        [python, "-c", code], cwd=work, check=True, stdout=subprocess.PIPE, text=True
+    )
+    print(ended.stdout, flush=True)
+    if ended.stdout != shown:
+        sys.exit(f"README.md shows other output:\n{shown}")
+
+
+def try_readme_commands(binaries: Path, work: Path, wheel: Path) -> None:
     """Run the commands of README.md on the small model, with the extra that they need."""
-    binaries = folder / "bare" / "bin"
     requirement = f"kvcat[report] @ {wheel.as_uri()}"
     subprocess.run(
         [binaries / "pip", "install", "--quiet", "--no-compile", requirement], check=True
     )
-    work = folder / "work"
-    work.mkdir()
-    (work / "CITATION.cff").write_text((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    lines = [line for block in _SHELL.findall(readme) for line in block.splitlines()]
+    lines = "".join(readme_blocks("sh")).splitlines()
     commands = [line for line in lines if line.startswith("kvcat ")]
     if not commands:
         sys.exit("README.md has no commands for the shell")
@@ -137,7 +160,10 @@ def main() -> None:
         sdist, wheel = build(folder)
         check_contents(sdist, wheel)
         try_core(folder, wheel, torch)
-        try_readme(folder, wheel)
+        binaries = folder / "bare" / "bin"
+        work = readme_folder(folder)
+        try_readme_python(binaries / "python", work)
+        try_readme_commands(binaries, work, wheel)
     print("the package can be released")
 
 
