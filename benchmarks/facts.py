@@ -202,7 +202,8 @@ def report(records: Sequence[dict[str, Any]]) -> None:
         group = frame[frame.condition == name]
         if group.empty:
             continue
-        cells = [share(group[group.turns == turn]) for turn in turns]
+        by_turn = [group[group.turns == turn] for turn in turns]
+        cells = ["" if asked.empty else share(asked) for asked in by_turn]
         print(f"| {name} | " + " | ".join(cells) + " |")
     most = frame[frame.turns == turns[-1]].copy()
     most["age"] = pd.cut(
