@@ -114,7 +114,7 @@ def sessions_of(
 ) -> Any:
     """The session after each number of turns in ``stops``."""
     session = kvcat.Session(model, talk.tokenizer, **settings)
-    for turn, text in enumerate(talk.texts, start=1):
+    for turn, text in enumerate(talk.texts[: max(stops)], start=1):
         session.turn(text)
         session.turn(ANSWER, role="assistant")
         if turn in stops:

@@ -51,9 +51,7 @@ class Comparison:
 
     def method_label(self, method: str) -> str:
         """A method's name for a reader."""
-        label = METHODS[method]
-        is_milder = method == PAPER and self.evaluated == FIRST_DATE
-        return f"{label}, ridge start" if is_milder else label
+        return method_label(method, self.evaluated)
 
     def row(self, metric: str, method: str, keep_ratio: float) -> pd.Series | None:
         """The row of one cell; None if it was not measured."""
@@ -61,6 +59,13 @@ class Comparison:
         frame = frame[(frame["metric"] == metric) & (frame["method"] == method)]
         frame = frame[frame["keep_ratio"] == keep_ratio]
         return None if frame.empty else frame.iloc[0]
+
+
+def method_label(method: str, evaluated: str) -> str:
+    """A method's name for a reader, by the date of the code that evaluated."""
+    label = METHODS[method]
+    is_milder = method == PAPER and evaluated == FIRST_DATE
+    return f"{label}, ridge start" if is_milder else label
 
 
 def read(path: Path = FILE) -> pd.DataFrame:

@@ -4,10 +4,10 @@
     python runs/smollm2/tables.py --write                  # puts all of them into the pages
     python runs/smollm2/tables.py --check                  # exit code 1 if a page is different
 
-A table's name is ``summary``, ``controls``, ``price-shares`` or [DATE/]TEXT/MODEL[@SEED][:CONTROL],
-with TEXT one of books, tech and code, MODEL as in ``records.py``, and DATE that of the code that
-evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its control
-both have. Pages mark the place of a table by its name.
+A table's name is ``summary``, ``controls``, ``price-shares``, ``exact`` or
+[DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT one of books, tech and code, MODEL as in
+``records.py``, and DATE that of the code that evaluated (2026-11-25). Without a seed it is the mean
+of all runs that the model and its control both have. Pages mark the place of a table by its name.
 """
 
 import argparse
@@ -24,6 +24,7 @@ from records import (
     PAPER,
     Comparison,
     compared,
+    method_label,
     price_share,
     read,
     tokens_of,
@@ -62,7 +63,14 @@ COLUMNS = {  # of the summary: metric, method, keep ratio
     "NLL, default": ("nll", DEFAULT, 0.05),
 }
 PARTS = {"kl": "KL", "kl_per_gain": "KL per nat of context gain", "nll": "NLL on the cache"}
-CONTROLS = {"control-48": "0", "control-64": "0", "control-128": "0", "control-256": "0"}
+CONTROLS = ("control-48", "control-64", "control-128", "control-256")
+EXACT_DATE = "2026-11-26"
+EXACT = {
+    "base": "base",
+    "adapt-48": "adapted, 197,000 tokens",
+    "control-64": "control, 262,000 more",
+    "router-64": "Router, on the same",
+}
 PRICES = [("rand-w0.3-48", "rand-48"), ("rand-w0.1-48", "rand-48")]
 PRICES += [("attn-reader-w0.3-64", "attn-reader-64")]
 
@@ -91,7 +99,12 @@ def comparison_of(name: str) -> Comparison:
 
 def table(name: str) -> str:
     """A table as Markdown, with the command that prints it."""
-    special = {"summary": summary, "controls": controls, "price-shares": price_shares}
+    special = {
+        "summary": summary,
+        "controls": controls,
+        "price-shares": price_shares,
+        "exact": exact,
+    }
     body = special[name]() if name in special else comparison_table(comparison_of(name))
     return f"{body}\n\n(`python runs/smollm2/tables.py {name}`)\n"
 
@@ -187,21 +200,39 @@ def summary() -> str:
 
 def controls() -> str:
     """Plain training alone: values of the control after more and more tokens, on books."""
+    first = {model: thousands(model) for model in CONTROLS}
+    return values_of(first, FIRST_DATE, (0.05, 0.1, 0.2), "tokens after the adaptation")
+
+
+def exact() -> str:
+    """Values of each model under the exact method of the paper and the others, on books."""
+    return values_of(EXACT, EXACT_DATE, (0.05, 0.1, 0.2, 0.4), "model")
+
+
+def values_of(models: dict[str, str], evaluated: str, keeps: tuple[float, ...], title: str) -> str:
+    """Means of some models over the windows of books, run 0.
+
+    Args:
+        models: what a row is called, by the model's name.
+        evaluated: date of the code that evaluated.
+        keeps: shares of the slots.
+        title: of the first column.
+    """
     rows = all_rows()
-    rows = rows[(rows["text"] == "books") & (rows["evaluated"] == FIRST_DATE)]
-    keeps = (0.05, 0.1, 0.2)
-    titles = ["tokens after the adaptation", "dense NLL", "context gain"]
-    labels = [comparison_of("books/router-256@0").method_label(method) for method in METHODS]
-    lines = header([*titles, *(f"KL, {label}, 5 / 10 / 20 %" for label in labels)])
-    for model, seed in CONTROLS.items():
-        run = rows[(rows["model"] == model) & (rows["seed"] == seed)]
+    rows = rows[(rows["text"] == "books") & (rows["evaluated"] == evaluated)]
+    rows = rows[rows["seed"] == "0"]
+    sizes = " / ".join(f"{100 * keep:.0f}" for keep in keeps)
+    labels = [method_label(method, evaluated) for method in METHODS]
+    lines = header([title, "dense NLL", "context gain", *(f"KL, {x}, {sizes} %" for x in labels)])
+    for model, label in models.items():
+        run = rows[rows["model"] == model]
         dense = run.drop_duplicates(["document", "window"])
         means = [mean(dense, name, 3) for name in ("nll_dense", "context_gain")]
         cells = []
         for method in METHODS:
             at = [run[(run["method"] == method) & (run["keep_ratio"] == keep)] for keep in keeps]
             cells.append(" ".join(short(f"{cell_rows['kl'].mean():.4f}") for cell_rows in at))
-        lines.append(line([thousands(model), *means, *cells]))
+        lines.append(line([label, *means, *cells]))
     return "\n".join(lines)
 
 
