@@ -46,6 +46,8 @@ def blocks(page):
         ("results/paper-forms.md", "price-shares"),
         ("results/paper-forms.md", "books/router-256"),
         ("results/eviction-masks.md", "books/attn-reader-w0.3-64"),
+        ("results/exact-method.md", "exact"),
+        ("results/exact-method.md", "2026-11-26/books/router-64@0"),
     ],
 )
 def test_a_page_shows_what_the_command_prints(scripts, page, name):
@@ -200,6 +202,10 @@ def test_windows_of_a_results_folder_become_rows_once(scripts, tmp_path):
     assert (row["model"], row["seed"], row["kl"], row["window"]) == ("router-64", "1", 0.12346, "7")
     with pytest.raises(ValueError, match="no records of control"):
         add.rows_of(records, {"control": "control-64"}, "books", "2026-11-27")
+    options = ("attention-matching", '{"preset": "paper"}')
+    of_paper = Record("router-w1@1", "f", "float32", *options, *place[4:])
+    with_options = add.rows_of([of_paper], {"router-w1@1": "router-64"}, "books", "2026-11-27")
+    assert set(with_options["method"]) == {scripts["tables"].PAPER}
     file = tmp_path / "records.csv.gz"
     old = scripts["records"].read()
     add.write(add.joined(old, new), file)

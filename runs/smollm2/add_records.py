@@ -42,7 +42,7 @@ def rows_of(
                 "evaluated": evaluated,
                 "model": names[record.model],
                 "seed": record.model.partition("@")[2] or "0",
-                "method": record.method_label,
+                "method": record.method_label.replace(" ", ","),  # as on the command line
                 "keep_ratio": record.keep_ratio,
                 "document": record.document,
                 "window": record.example,
