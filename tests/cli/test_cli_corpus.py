@@ -120,11 +120,15 @@ def test_chat_in_a_terminal_streams_stops_at_ctrl_c_and_ends_at_ctrl_d(tiny_fold
     os.write(terminal, b"the cat\n")
     read_until(terminal, "the cat\r\n")
     assert read_until(terminal, "> ").strip() != ">"
-    os.write(terminal, b"the dog\n")
-    read_until(terminal, "the dog\r\n")
-    os.read(terminal, 1)  # the answer has begun
-    command.send_signal(signal.SIGINT)  # Ctrl-C
-    assert "stopped: this question" in read_until(terminal, "kept\r\n> ")
+    for _ in range(5):  # an answer may end before the signal comes
+        os.write(terminal, b"the dog\n")
+        if read_until(terminal, "the dog\r\n").endswith("the dog\r\n"):
+            os.read(terminal, 1)  # the answer has begun
+        command.send_signal(signal.SIGINT)  # Ctrl-C
+        is_stopped = "stopped: this question" in read_until(terminal, "\r\n> ")
+        if is_stopped:
+            break
+    assert is_stopped
     command.send_signal(signal.SIGINT)  # at the prompt, where it drops the line
     read_until(terminal, "\r\n> ")
     os.write(terminal, b"\x04")  # Ctrl-D
