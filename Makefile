@@ -32,7 +32,7 @@ test-accelerator: setup ## the tests for a GPU on an accelerator that exists on 
 	KVCAT_TEST_DEVICE=accel $(BIN)/python -m pytest -q -m gpu tests/test_gpu.py
 
 test-slow: setup ## the tests that take more than a few seconds
-	$(BIN)/python -m pytest -q -m slow
+	$(BIN)/python -m pytest -q -n auto -m slow
 
 test-real: setup ## the tests on SmolLM2-135M; they skip where it is absent (make smollm2)
 	$(BIN)/python -m pytest -q -m real
