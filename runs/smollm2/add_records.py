@@ -82,7 +82,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", required=True, choices=("books", "tech", "code"))
+    parser.add_argument("--text", required=True, choices=("books", "other-books", "tech", "code"))
     parser.add_argument("--evaluated", required=True, metavar="YYYY-MM-DD", help="date of the code")
     parser.add_argument("--model", nargs="+", required=True, metavar="LABEL=NAME")
     parser.add_argument("--records", type=Path, default=FILE)

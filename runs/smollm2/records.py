@@ -26,6 +26,18 @@ FIRST_DATE = "2026-11-25"
 
 Their ``preset=paper`` began from a ridge solution, and their default had other pulls than today's.
 """
+TEXTS = {
+    "books": ("books",),
+    "other-books": ("other-books",),
+    "thirty-books": ("books", "other-books"),
+    "tech": ("tech",),
+    "code": ("code",),
+}
+"""What the column ``text`` has, by the name of a text in a table.
+
+``books`` are the twelve that forms were chosen on; ``other-books`` are the eighteen of books-train
+that no run trained on and no choice was made on.
+"""
 PRIMARY = {"method": PAPER, "keep_ratio": 0.05, "metric": "kl"}
 """The primary cell of every form: the report's rule, first method, first size, first metric."""
 NUM_PREDICTED = 127  # tokens of a suffix of 128 that the prefix has an influence on
@@ -99,7 +111,7 @@ def compared(
         rows: rows of ``read``.
         model: its name in the file.
         control: name of the reference; empty: the control after as many steps.
-        text: books, tech or code.
+        text: one of ``TEXTS``.
         seeds: training seeds; empty: all that both models have.
         evaluated: date of the code that evaluated.
 
@@ -107,7 +119,7 @@ def compared(
         SystemExit: one of the models has no records of this text and these seeds.
     """
     control = control or control_of(model)
-    rows = rows[(rows["text"] == text) & (rows["evaluated"] == evaluated)]
+    rows = rows[rows["text"].isin(TEXTS[text]) & (rows["evaluated"] == evaluated)]
     shared = set(rows.loc[rows["model"] == model, "seed"])
     shared &= set(rows.loc[rows["model"] == control, "seed"])
     chosen = sorted(shared & set(seeds) if seeds else shared)

@@ -5,9 +5,9 @@
     python runs/smollm2/tables.py --check                  # exit code 1 if a page is different
 
 A table's name is ``summary``, ``controls``, ``price-shares``, ``exact`` or
-[DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT one of books, tech and code, MODEL as in
-``records.py``, and DATE that of the code that evaluated (2026-11-25). Without a seed it is the mean
-of all runs that the model and its control both have. Pages mark the place of a table by its name.
+[DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT and MODEL as in ``records.py``, and DATE that of the
+code that evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its
+control both have. Pages mark the place of a table by its name.
 """
 
 import argparse
@@ -39,7 +39,7 @@ BLOCK = re.compile(
     r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
 )
 NAME = re.compile(
-    r"((?P<date>\d{4}-\d\d-\d\d)/)?(?P<text>books|tech|code)/(?P<model>[^@:]+)"
+    r"((?P<date>\d{4}-\d\d-\d\d)/)?(?P<text>books|other-books|thirty-books|tech|code)/(?P<model>[^@:]+)"
     r"(@(?P<seed>[^:]+))?(:(?P<control>.+))?"
 )
 SUMMARY = {  # what was trained, by the name of its comparison

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from kvcat.chunks import DEVICE_ELEMENTS
@@ -100,11 +101,10 @@ def plan(config: TrainConfig) -> dict[str, str]:
     check_request(config)
     model = _model_without_weights(config)
     masked_pass = make_masked_pass(model, config)
-    num_parameters = sum(p.numel() for p in model.parameters())
-    num_router_parameters = 0
+    num_parameters = _num_parameters(model)
+    num_router_parameters = _num_parameters(masked_pass)
     policy = config.policy
     if masked_pass is not None:
-        num_router_parameters = sum(p.numel() for p in masked_pass.parameters())
         starts = ", ".join(str(start) for start in masked_pass.group_starts)
         policy = f"{policy}, groups at {starts}"
     num_processes = world_size()
@@ -144,7 +144,7 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
     text = model.config.get_text_config()
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     width = text.num_attention_heads * head_dim
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = _num_parameters(model)
     if not text.tie_word_embeddings:
         embedding = model.get_input_embeddings().weight  # type: ignore[union-attr]
         num_parameters -= embedding.numel()  # type: ignore[operator]
@@ -173,10 +173,7 @@ def memory_concern(config: TrainConfig) -> str | None:
     """
     available_gib = _memory_of_device(parse_device(config.device))
     model = _model_without_weights(config)
-    masked_pass = make_masked_pass(model, config)
-    num_router_parameters = 0
-    if masked_pass is not None:
-        num_router_parameters = sum(p.numel() for p in masked_pass.parameters())
+    num_router_parameters = _num_parameters(make_masked_pass(model, config))
     needed = _memory(model, config, num_router_parameters)
     if available_gib is None or needed.gib <= _USABLE * available_gib:
         return None
@@ -219,6 +216,11 @@ def _model_without_weights(config: TrainConfig) -> PreTrainedModel:
         return AutoModelForCausalLM.from_config(read_config(config.model))
 
 
+def _num_parameters(module: nn.Module | None) -> int:
+    """Parameters of a module; 0 for none."""
+    return 0 if module is None else sum(p.numel() for p in module.parameters())
+
+
 def _micro_batch(config: TrainConfig) -> int:
     """Sequences of a forward pass."""
     return config.micro_batch_size or config.batch_size // world_size()
@@ -228,7 +230,7 @@ def _memory(model: PreTrainedModel, config: TrainConfig, num_router_parameters: 
     """The memory of a process: 16 bytes are a weight, its gradient and its two moments in
     float32.
     """
-    num_parameters = sum(p.numel() for p in model.parameters())
+    num_parameters = _num_parameters(model)
     state = 16 * num_parameters / world_size() + 16 * num_router_parameters
     if config.teacher == "frozen":
         state += _compute_bytes(config) * num_parameters
