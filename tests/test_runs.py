@@ -86,3 +86,27 @@ def test_the_interval_of_a_mean_by_leaving_one_out_is_students():
     without_one = [float(np.delete(values, one).mean()) for one in range(5)]
     low, high = scipy.stats.t.interval(0.95, 4, values.mean(), scipy.stats.sem(values))
     assert script("gradients").half_width(without_one) == pytest.approx((high - low) / 2)
+
+
+@pytest.mark.parametrize(
+    ("title", "headers"),
+    [
+        ("python-peps", ["PEP: 1\nTitle: A\n", "PEP: 20\nTitle: B\n"]),
+        ("ethereum-eips", ["---\neip: 1\ntitle: A\n---\n", "---\neip: 20\ntitle: B\n---\n"]),
+        (
+            "rust-rfcs",
+            [
+                "- Start Date: 2014-03-11\n- RFC PR: 1\n",
+                "- Feature Name: `b`\n- Start Date: 2018-08-03\n- RFC PR: 2\n",
+            ],
+        ),
+    ],
+)
+def test_a_collection_is_cut_where_its_documents_begin(title, headers):
+    bodies = [f"\n{word} --- PEP: 8 - Start Date: never\n" * 200 for word in ("one", "two")]
+    short = headers[0] + "\ntoo short\n"
+    collection = "preface\n" + headers[0] + bodies[0] + short + headers[1] + bodies[1]
+    cut = script("cut_technical").documents(collection, title)
+    texts = [headers[0] + bodies[0], headers[1] + bodies[1]]
+    assert [document["text"] for document in cut] == texts
+    assert [document["id"] for document in cut] == [f"{title}/0000", f"{title}/0002"]
