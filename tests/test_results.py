@@ -88,6 +88,19 @@ def test_every_table_of_every_page_is_what_the_command_prints(scripts):
     assert names >= {"summary", "controls", "code/attn-reader-w0.3-64"}
 
 
+def test_no_ratio_is_marked_whose_interval_holds_1():
+    """As the pages say: a mark needs an interval without the value of no difference."""
+    cell = re.compile(r"(?:\*\*[.\d]+\*\*|[.\d]+†) \[([-.\d]+), ([-.\d]+)\]")
+    num_marked = 0
+    for page in sorted((ROOT / "docs" / "results").glob("*.md")):
+        for line in page.read_text(encoding="utf-8").splitlines():
+            if line.startswith("| KL"):
+                for low, high in cell.findall(line):
+                    num_marked += 1
+                    assert float(high) < 1 or float(low) > 1, f"{page.name}: {line}"
+    assert num_marked > 100
+
+
 def test_a_ratio_and_a_difference_on_the_page_are_those_of_plain_means_of_the_file():
     with gzip.open(FOLDER / "records.csv.gz", "rt") as file:
         rows = pd.read_csv(file)

@@ -120,6 +120,7 @@ def compared(
     """
     control = control or control_of(model)
     rows = rows[rows["text"].isin(TEXTS[text]) & (rows["evaluated"] == evaluated)]
+    rows = rows.assign(text=text)
     shared = set(rows.loc[rows["model"] == model, "seed"])
     shared &= set(rows.loc[rows["model"] == control, "seed"])
     chosen = sorted(shared & set(seeds) if seeds else shared)

@@ -102,8 +102,8 @@ def compare_models(
     level (all examples or strata), except the row of the primary cell. The corrected rows are
     exploratory.
 
-    The verdict "better" or "worse" requires that the interval excludes 0 and p <= 0.05; otherwise
-    it is "level". The warning is set if the sample is too small for the observed difference.
+    The verdict "better" or "worse" requires that the interval of the difference excludes 0, that of
+    the ratio, if there is one, 1, and p <= 0.05; otherwise it is "level". The warning is set if the sample is too small for the observed difference.
     Metrics that are defined on different examples for different models are not compared.
 
     Args:
@@ -185,6 +185,8 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
         change = None
     difference, p_value = _difference(sample, other, name, change)
     significant = difference.excludes(0.0) and p_value <= SIGNIFICANT
+    if not np.isnan(ratio.low):
+        significant = significant and ratio.excludes(1.0)
     improved = (difference.value < 0.0) == metric.lower_is_better
     verdict = "better" if improved else "worse"
     return {
