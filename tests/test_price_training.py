@@ -26,9 +26,9 @@ def test_only_what_points_against_the_anchor_is_left_out(price):
     along = [torch.tensor([1.0, 3.0]), torch.tensor([[5.0]])]
     against = [torch.tensor([-1.0, 3.0]), torch.tensor([[5.0]])]
     added = price.projected_sum(anchor, along)
-    assert [part.tolist() for part in added] == [[3.0, 3.0], [[5.0]]]
+    assert [gradient.tolist() for gradient in added] == [[3.0, 3.0], [[5.0]]]
     projected = price.projected_sum(anchor, against)
-    assert [part.tolist() for part in projected] == [[2.0, 3.0], [[5.0]]]
+    assert [gradient.tolist() for gradient in projected] == [[2.0, 3.0], [[5.0]]]
 
 
 def test_with_own_moments_and_no_weight_of_the_mask_the_model_is_the_controls(

@@ -56,9 +56,9 @@ def main() -> None:
     rows = []
     for row in pd.read_parquet(options.collections).to_dict("records"):
         if row["title"] in HEADERS:
-            found = documents(row["text"], row["title"])
-            print(f"{row['title']}: {len(found)} documents")
-            rows += found
+            of_collection = documents(row["text"], row["title"])
+            print(f"{row['title']}: {len(of_collection)} documents")
+            rows += of_collection
     with atomic_write(options.output) as partial:
         pd.DataFrame(rows).to_parquet(partial)
 

@@ -22,6 +22,7 @@ from records import (
     FIRST_DATE,
     METHODS,
     PAPER,
+    TEXTS,
     Comparison,
     compared,
     method_label,
@@ -39,7 +40,7 @@ BLOCK = re.compile(
     r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
 )
 NAME = re.compile(
-    r"((?P<date>\d{4}-\d\d-\d\d)/)?(?P<text>books|other-books|thirty-books|tech|code)/(?P<model>[^@:]+)"
+    r"((?P<date>\d{4}-\d\d-\d\d)/)?(?P<text>[a-z-]+)/(?P<model>[^@:]+)"
     r"(@(?P<seed>[^:]+))?(:(?P<control>.+))?"
 )
 SUMMARY = {  # what was trained, by the name of its comparison
@@ -85,7 +86,7 @@ def all_rows() -> pd.DataFrame:
 def comparison_of(name: str) -> Comparison:
     """The comparison called [DATE/]TEXT/MODEL[@SEED][:CONTROL]."""
     match = NAME.fullmatch(name)
-    if match is None:
+    if match is None or match["text"] not in TEXTS:
         raise SystemExit(f"no table {name!r}; see --help")
     return compared(
         all_rows(),

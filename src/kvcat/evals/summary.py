@@ -103,7 +103,8 @@ def compare_models(
     exploratory.
 
     The verdict "better" or "worse" requires that the interval of the difference excludes 0, that of
-    the ratio, if there is one, 1, and p <= 0.05; otherwise it is "level". The warning is set if the sample is too small for the observed difference.
+    the ratio, if there is one, 1, and p <= 0.05; otherwise it is "level". The warning is set if the
+    sample is too small for the observed difference.
     Metrics that are defined on different examples for different models are not compared.
 
     Args:
