@@ -26,9 +26,9 @@ def allowed(tokens, window=None):
     return ((distance >= 0) & (distance < (window or tokens))).double()
 
 
-def masked_attention(q, k, v, m, reach, scale, bias=None):
-    """o_i = sum_j w_ij e^{s_ij} v_j / sum_j w_ij e^{s_ij} over the reachable j, w_ij = m_j; a blind
-    query sees itself.
+def masked_attention(q, k, v, m, reach, scale, bias=None, sinks=None):
+    """o_i = sum_j w_ij e^{s_ij} v_j / (e^sink + sum_j w_ij e^{s_ij}) over the reachable j, w_ij =
+    m_j; a blind query sees itself. Without sinks e^sink is 0.
 
     The derivative by m is the one at the dense attention, with respect to m alone.
     """
@@ -36,24 +36,28 @@ def masked_attention(q, k, v, m, reach, scale, bias=None):
     bias = torch.zeros_like(k[..., 0]) if bias is None else bias
     k, v, bias = (x.repeat_interleave(repeats, 1) for x in (k, v, bias.unsqueeze(2)))
 
-    def weighted_mean(weight, q, k, v, bias):
+    def weighted_mean(weight, q, k, v, bias, sink_mass):
         mass = weight * ((q @ k.mT) * scale + bias).exp()
-        return mass @ v / mass.sum(-1, keepdim=True)
+        return mass @ v / (mass.sum(-1, keepdim=True) + sink_mass)
+
+    sink_mass = torch.zeros(()) if sinks is None else sinks.exp()[:, None, None]
 
     hard = reach * m.detach()
     hard = torch.where(
         hard.detach().sum(-1, keepdim=True) > 0, hard, torch.eye(q.shape[2], dtype=q.dtype)
     )
-    out = weighted_mean(hard, q, k, v, bias)
-    soft = weighted_mean(reach * (1 + m - m.detach()), *(x.detach() for x in (q, k, v, bias)))
+    out = weighted_mean(hard, q, k, v, bias, sink_mass)
+    fixed = [x.detach() for x in (q, k, v, bias, sink_mass)]
+    soft = weighted_mean(reach * (1 + m - m.detach()), *fixed)
     return out + soft - soft.detach()
 
 
-def attention_mass(q, k, scale, window=None):
+def attention_mass(q, k, scale, window=None, sinks=None):
     """Causal attention that each slot receives from all queries and heads."""
     k = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
-    scores = (q @ k.mT * scale).masked_fill(allowed(q.shape[2], window) == 0, -torch.inf)
-    return scores.softmax(-1).sum((1, 2))
+    mass = (q @ k.mT * scale).exp() * allowed(q.shape[2], window)
+    sink_mass = 0.0 if sinks is None else sinks.exp()[:, None, None]
+    return (mass / (mass.sum(-1, keepdim=True) + sink_mass)).sum((1, 2))
 
 
 def router_scores(router, h):

@@ -7,7 +7,6 @@ the slots that were evicted, in the layers of full attention alone.
 import pytest
 import torch
 from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvcat
@@ -84,30 +83,58 @@ FAMILIES = {
         "shared_intermediate_size": 32,
         **MAMBA,
     },
+    "bamba": {"num_hidden_layers": 3, "attn_layer_indices": [1], **MAMBA},
+    "jamba": {
+        "num_hidden_layers": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 2,
+        "expert_layer_offset": 1,
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "mamba_d_state": 8,
+        "pad_token_id": 0,
+    },
+    "gpt_oss": {
+        "num_hidden_layers": 4,
+        "sliding_window": WINDOW,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "pad_token_id": 0,
+    },
+    "granite_swa": {"num_hidden_layers": 4, "sliding_window": WINDOW},
 }
-RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "granitemoehybrid")
-FEW = ("gemma3_text", "lfm2", "qwen3_next")
+RECURRENT = ("lfm2", "qwen3_next", "qwen3_5_text", "granitemoehybrid", "bamba", "jamba")
+SINKS = ("gpt_oss", "granite_swa")
+FEW = ("gemma3_text", "lfm2", "qwen3_next", "gpt_oss", "jamba")
 FEW_FIRST = [
     name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES
 ]
 
 
-def oracle_attention(module, query, key, value, attention_mask, seen=None, **options):
-    """Attention of transformers; in layers with an entry in ``seen``, written out with its mask."""
-    mask = None if seen is None else seen.get(module.layer_idx)
-    if mask is None:
-        return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+def oracle_attention(module, query, key, value, attention_mask, seen=None, s_aux=None, **options):
+    """Attention written out, with the mask of a layer in ``seen`` in the place of transformers'."""
     repeats = query.shape[1] // key.shape[1]
+    mask = attention_mask
+    if seen is not None and module.layer_idx in seen:
+        mask = seen[module.layer_idx].repeat_interleave(repeats, dim=1)
     keys = key.repeat_interleave(repeats, dim=1)
     values = value.repeat_interleave(repeats, dim=1)
     scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    scores = query @ keys.mT * scaling
-    weights = scores.masked_fill(~mask.repeat_interleave(repeats, dim=1), -torch.inf).softmax(-1)
-    return (weights @ values).transpose(1, 2).contiguous(), None
+    mass = (query @ keys.mT * scaling).masked_fill(~mask, -torch.inf).exp()
+    total = mass.sum(-1, keepdim=True)
+    if s_aux is not None:
+        total = total + s_aux.exp()[:, None, None]
+    return (mass / total @ values).transpose(1, 2).contiguous(), None
+
+
+def oracle_mask(**options):
+    return sdpa_mask(**{**options, "allow_is_causal_skip": False})
 
 
 AttentionInterface.register("oracle", oracle_attention)
-AttentionMaskInterface.register("oracle", sdpa_mask)
+AttentionMaskInterface.register("oracle", oracle_mask)
 
 
 def tokens(rows=2, length=TOKENS):
@@ -119,6 +146,10 @@ def small_model(name, dtype=torch.float64):
         pytest.skip("this transformers has other caches for such layers")
     model = loud_model(name, dtype, 0.2, **FAMILIES[name])
     model.config._experts_implementation = "eager"  # others have no float64
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if name.endswith("sinks"):
+            parameter.data.copy_(2 * torch.randn(len(parameter), generator=generator))
     return model
 
 
@@ -126,7 +157,7 @@ def small_model(name, dtype=torch.float64):
 def stock_logits(model, ids, seen=None):
     """Logits of the suffix by transformers' forward of the whole text."""
     before = model.config._attn_implementation
-    model.set_attn_implementation("oracle")
+    model.set_attn_implementation("eager" if seen is None else "oracle")
     options = {} if seen is None else {"seen": seen}
     logits = model(input_ids=ids, use_cache=False, **options).logits[:, PREFIX:]
     model.set_attn_implementation(before)

@@ -37,6 +37,13 @@ STOCK = {
     "qwen3": {"head_dim": 6},
     "mistral": {"sliding_window": 5},
     "smollm3": {"pad_token_id": 0, "no_rope_layers": [1, 1, 0, 1]},
+    "gpt_oss": {  # sinks, and every second layer with a window
+        "pad_token_id": 0,
+        "head_dim": 8,
+        "sliding_window": 5,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+    },
 }
 TAU = 0.5
 TARGET = 0.5
@@ -54,37 +61,48 @@ class Naive:
 
     prefix_len: int | None = None
     gates: dict[int, torch.Tensor] = field(default_factory=dict)
-    seen: dict[int, tuple] = field(default_factory=dict)  # queries, keys and scale
+    # queries, keys, scale, window and sinks
+    seen: dict[int, tuple] = field(default_factory=dict)
 
 
 NAIVE = Naive()
 
 
 def naive_attention(
-    module, query, key, value, attention_mask, scaling=None, sliding_window=None, **kwargs
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    sliding_window=None,
+    s_aux=None,
+    **kwargs,
 ):
     """Attention over {j <= t : m_j = 1}, the derivative by m at the dense attention."""
     layer = module.layer_idx
     tokens = query.shape[2]
-    NAIVE.seen[layer] = query, key, scaling
+    NAIVE.seen[layer] = query, key, scaling, sliding_window, s_aux
     m = torch.ones(())
     if layer in NAIVE.gates:
         m = NAIVE.gates[layer][:, None, None, :]
         if NAIVE.prefix_len is not None:
             m = functional.pad(m, (0, tokens - m.shape[-1]), value=1.0)
             m = torch.where(torch.arange(tokens)[:, None] >= NAIVE.prefix_len, m, 1.0)
-    out = masked_attention(query, key, value, m, allowed(tokens, sliding_window), scaling)
+    reach = allowed(tokens, sliding_window)
+    out = masked_attention(query, key, value, m, reach, scaling, sinks=s_aux)
     return out.transpose(1, 2), None
 
 
 AttentionInterface.register("naive-oracle", naive_attention)
 
 
-def naive_attention_scores(layer, dense, window, prefix_len):
+def naive_attention_scores(layer, dense, prefix_len):
     """1 for position 0 and the slots with the largest attention received, TARGET of all, halves
     up."""
-    *states, scale = dense.seen[layer]
-    mass = attention_mass(*(x[:, :, :prefix_len].detach() for x in states), scale, window)
+    *states, scale, window, sinks = dense.seen[layer]
+    states = [x[:, :, :prefix_len].detach() for x in states]
+    mass = attention_mass(*states, scale, window, sinks if sinks is None else sinks.detach())
     mass[:, 0] = torch.inf
     kept = mass.topk(int(TARGET * mass.shape[1] + 0.5), dim=1).indices
     return torch.zeros_like(mass).scatter(1, kept, 1.0)
@@ -112,7 +130,6 @@ def naive_passes(model, policies, tokens, *, drawn=None, prefix_len=None):
     """
     global NAIVE
     model.set_attn_implementation("naive-oracle")
-    window = getattr(model.config, "sliding_window", None)
     NAIVE = dense_pass = Naive()
     dense = model(input_ids=tokens, use_cache=False).logits
     NAIVE = Naive(prefix_len)
@@ -124,7 +141,7 @@ def naive_passes(model, policies, tokens, *, drawn=None, prefix_len=None):
                 policy = policies[layer]
                 hidden = (args[0] if args else kwargs["hidden_states"])[:, :prefix_len]
                 if policy.reads == "attention":
-                    scores[layer] = naive_attention_scores(layer, dense_pass, window, prefix_len)
+                    scores[layer] = naive_attention_scores(layer, dense_pass, prefix_len)
                 else:
                     scores[layer] = (
                         router_scores(policy, hidden) if list(policy.parameters()) else drawn[layer]
@@ -153,6 +170,7 @@ def tiny(name):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = stock_model(name, **SIZES | STOCK[name]).double().eval()
+        model.config._experts_implementation = "eager"  # others have no float64
         for parameter in model.parameters():
             parameter.data += torch.randn_like(parameter) * (0.25 if parameter.ndim > 1 else 0.1)
     return model
@@ -238,7 +256,12 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
 @pytest.mark.parametrize("prefix_len", [None, 9])
 @pytest.mark.parametrize(
     ("model", "policy"),
-    [*((model, "router") for model in STOCK), ("qwen2", "random"), ("mistral", "attention")],
+    [
+        *((model, "router") for model in STOCK),
+        ("qwen2", "random"),
+        ("mistral", "attention"),
+        ("gpt_oss", "attention"),
+    ],
 )
 def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(
     model, policy, prefix_len

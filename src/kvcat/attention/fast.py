@@ -4,7 +4,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvcat.attention.carried import Head, SlotsByHead
-from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention
+from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention, with_sinks
 from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import reachable, visible
 from kvcat.types import Bool, Float, Int, Tensor
@@ -25,14 +25,16 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     reach: Bool[Tensor, "#batch queries keys"] | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """``attend_reference`` on fused kernels; gradients to q, k, v are exact for the hard mask.
+    """``attend_reference`` on fused kernels; gradients to q, k, v and sinks are exact for the hard
+    mask.
 
     ``keep`` gets the gradient of ``KeepGradient`` if it requires one. Without a window or ``reach``
     no tensor of queries x keys is made in the forward.
 
     Args:
-        q, k, v, keep, scale, window: as in ``attend_reference``.
+        q, k, v, keep, scale, window, sinks: as in ``attend_reference``.
         log_bias: nats added to the scores of the first slots; the keys after them get none; -inf
             hides a slot. Not with ``keep``.
         reach: True where a query may look at a key, instead of causality and ``window``.
@@ -42,19 +44,13 @@ def attend(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
         reach = reachable(q.shape[2], k.shape[2], window=window, device=q.device)[None]
-    is_kept = None if keep is None else keep.detach() > 0
-    if reach is not None:
-        seen = reach if is_kept is None else visible(is_kept, reach)
-        out = _within_reach(q, k, v, seen.unsqueeze(1), log_bias, factor)
-    elif is_kept is not None:
-        out = _over_kept(q, k, v, is_kept, factor)
-    else:
-        bias = None
-        if log_bias is not None:
-            bias = _finite(log_bias, k, factor).expand(len(k), -1, -1)
-        out = attend_biased(q, k, v, bias, scale=factor)
+    out = _over_visible(q, k, v, keep, log_bias, reach, factor, sinks)
     if keep is None or not keep.requires_grad:
         return out
+    if sinks is not None:
+        q, k, v = _with_finite_sinks(q, k, v, sinks, factor)
+        keep = pad(keep, (1, 0), value=1.0)
+        reach = None if reach is None else pad(reach, (1, 0), value=True)
     return KeepGradient.apply(out, keep, q, k, v, reach, factor)  # type: ignore[return-value]
 
 
@@ -68,6 +64,7 @@ def attend_twice(
     scale: float,
     window: int | None = None,
     detach_prefix: bool = False,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "batch heads twice value_dim"]:
     """Attention of sequences, each followed by its suffix again, which sees only kept prefix slots.
 
@@ -84,6 +81,7 @@ def attend_twice(
         scale: factor on q.k.
         window: tokens that a query sees, itself included; None: no limit.
         detach_prefix: the repeated suffix passes no gradient to the prefix's keys and values.
+        sinks: as in ``attend_reference``.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
     if window is not None and window >= num_tokens:
@@ -94,6 +92,7 @@ def attend_twice(
         v[:, :, :num_tokens],
         scale=scale,
         window=window,
+        sinks=sinks,
     )
     prefix_keys = k[:, :, :prefix_len]
     prefix_values = v[:, :, :prefix_len]
@@ -107,6 +106,7 @@ def attend_twice(
         pad(keep, (0, num_tokens - prefix_len), value=1.0),
         scale=scale,
         window=window,
+        sinks=sinks,
     )
     return torch.cat([dense, masked], dim=2)
 
@@ -120,6 +120,7 @@ def attend_ragged(
     mask: Bool[Tensor, "#batch queries new"] | None,
     *,
     scale: float,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention over each head's slots, which every query sees, and the tokens after them.
 
@@ -131,6 +132,7 @@ def attend_ragged(
         rows: the example that each row of the batch continues.
         mask: which of the tokens after the slots a query sees; None: causal.
         scale: factor on q.k.
+        sinks: as in ``attend_reference``.
     """
     group = q.shape[1] // k.shape[1]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)
@@ -142,7 +144,13 @@ def attend_ragged(
             new_keys = k[batch_rows, kv_head : kv_head + 1]
             new_values = v[batch_rows, kv_head : kv_head + 1]
             out[batch_rows, heads] = _attend_behind(
-                slots(example, kv_head), q[batch_rows, heads], new_keys, new_values, reach, scale
+                slots(example, kv_head),
+                q[batch_rows, heads],
+                new_keys,
+                new_values,
+                reach,
+                scale,
+                None if sinks is None else sinks[heads],
             )
     return out
 
@@ -154,6 +162,7 @@ def _attend_behind(
     v: Float[Tensor, "rows 1 new value_dim"],
     reach: Bool[Tensor, "#rows queries new"] | None,
     scale: float,
+    sinks: Float[Tensor, " group"] | None,
 ) -> Float[Tensor, "rows group queries value_dim"]:
     """Attention over one head's slots and over the tokens after them."""
     slot_keys, slot_values, slot_bias = head
@@ -163,24 +172,59 @@ def _attend_behind(
     log_bias = None if slot_bias is None else slot_bias.expand(1, 1, -1)
     if reach is not None:
         reach = pad(reach, (len(slot_keys), 0), value=True)
-    return attend(q, keys, values, None, log_bias, reach=reach, scale=scale)
+    return attend(q, keys, values, None, log_bias, reach=reach, scale=scale, sinks=sinks)
 
 
-def _over_kept(
+def _over_visible(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads keys head_dim"],
     v: Float[Tensor, "batch kv_heads keys value_dim"],
-    is_kept: Bool[Tensor, "batch keys"],
+    keep: Float[Tensor, "batch keys"] | Bool[Tensor, "batch keys"] | None,
+    log_bias: Float[Tensor, "#batch kv_heads slots"] | None,
+    reach: Bool[Tensor, "#batch queries keys"] | None,
     scale: float,
+    sinks: Float[Tensor, " heads"] | None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
-    """Causal attention over kept slots; a query that sees none gets the value at its position."""
-    num_queries = q.shape[2]
-    group = q.shape[1] // v.shape[1]
-    bias = torch.where(is_kept[:, None], q.new_zeros(k.shape[:3]), _lowest(k, scale))
+    """``attend`` without a gradient to ``keep``; None for ``reach`` is causal."""
+    is_kept = None if keep is None else keep.detach() > 0
+    seen = None
+    if reach is not None:
+        seen = reach if is_kept is None else visible(is_kept, reach)
+    alone: tuple[Tensor, Tensor] | None = None  # queries that see no slot, and what they get
+    if seen is None and is_kept is not None:
+        sees_none = is_kept.cumsum(-1)[:, None, -q.shape[2] :, None] == 0
+        alone = (sees_none, _at_own_position(q, k, v, scale, sinks))
+    if sinks is not None:
+        q, k, v = _with_finite_sinks(q, k, v, sinks, scale)
+        seen = None if seen is None else pad(seen, (1, 0), value=True)
+        is_kept = None if is_kept is None else pad(is_kept, (1, 0), value=True)
+        log_bias = None if log_bias is None else pad(log_bias, (1, 0))
+    if seen is not None:
+        return _within_reach(q, k, v, seen.unsqueeze(1), log_bias, scale)
+    bias = None
+    if is_kept is not None:
+        bias = torch.where(is_kept[:, None], q.new_zeros(k.shape[:3]), _lowest(k, scale))
+    elif log_bias is not None:
+        bias = _finite(log_bias, k, scale).expand(len(k), -1, -1)
     out = attend_biased(q, k, v, bias, scale=scale)
-    sees_none = is_kept.cumsum(-1)[:, None, -num_queries:, None] == 0
-    values_there = v[:, :, -num_queries:].repeat_interleave(group, dim=1)
-    return torch.where(sees_none, values_there, out)
+    return out if alone is None else torch.where(*alone, out)
+
+
+def _at_own_position(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    scale: float,
+    sinks: Float[Tensor, " heads"] | None,
+) -> Float[Tensor, "batch heads queries value_dim"]:
+    """Attention of queries of the last keys, each to the key at its position alone."""
+    group = q.shape[1] // v.shape[1]
+    values = v[:, :, -q.shape[2] :].repeat_interleave(group, dim=1)
+    if sinks is None:
+        return values
+    keys = k[:, :, -q.shape[2] :].repeat_interleave(group, dim=1)
+    scores = scale * (q * keys).sum(-1, keepdim=True)
+    return values * (scores - sinks.view(-1, 1, 1)).sigmoid().to(values.dtype)
 
 
 def _within_reach(
@@ -209,6 +253,13 @@ def _within_reach(
 def _lowest(k: Tensor, scale: float) -> float:
     """The bias of a dropped slot, in nats."""
     return max(_DROPPED, 0.5 * scale * torch.finfo(k.dtype).min)
+
+
+def _with_finite_sinks(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``with_sinks``, where a sink of -inf gets no attention."""
+    return with_sinks(q, k, v, sinks.clamp(min=_lowest(k, scale)), scale)
 
 
 def _finite(log_bias: Tensor, k: Tensor, scale: float) -> Tensor:

@@ -25,9 +25,9 @@ NAME = "kvcat"
 KVRecord = Callable[[int, Tensor, Tensor, Tensor, float], None]
 """A function that gets a layer's number, its queries, keys and values after rotation, and the
 scale."""
-Decision = Callable[[Tensor, Tensor, float, int | None], Tensor]
-"""A function that makes the visible slots from all rows' queries and keys after rotation, scale and
-window."""
+Decision = Callable[[Tensor, Tensor, float, int | None, Tensor | None], Tensor]
+"""A function that makes the visible slots from all rows' queries and keys after rotation, scale,
+window and sinks."""
 
 
 class SlotGate:
@@ -60,14 +60,20 @@ class SlotGate:
         self.decide = decide
 
     def keep_for(
-        self, queries: Tensor, keys: Tensor, scale: float, window: int | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Float[Tensor, "batch slots"]:
         """The slots that the masked rows see in this layer."""
         if self.keep is None:
             with torch.no_grad():
                 queries = queries.detach()
                 keys = keys.detach()
-                self.keep = self.decide(queries, keys, scale, window)  # type: ignore[misc]
+                sinks = None if sinks is None else sinks.detach()
+                self.keep = self.decide(queries, keys, scale, window, sinks)  # type: ignore[misc]
         return self.keep
 
 
@@ -81,16 +87,18 @@ def kvcat_attention(
     scaling: float | None = None,
     kv_gate: SlotGate | None = None,
     kv_record: KVRecord | None = None,
+    s_aux: Float[Tensor, " heads"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
-    """SDPA attention as transformers computes it, with three additions, each off by default.
+    """SDPA attention as transformers computes it, with additions, each off by default.
 
     - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots. With a
       ``prefix_len``, see ``attend_twice``.
     - The keys of a compact cache carry a log-bias or slots (``Carried``), which are attended to.
     - ``kv_record`` is called with queries, keys and values.
+    - ``s_aux``: sinks, one more logit per query head in the softmax, without a value (gpt-oss).
 
-    With a gate or with carried slots, attention that they cannot be combined with is rejected.
+    With a gate, carried slots or sinks, attention that they cannot be combined with is rejected.
 
     Args:
         module: the attention layer of the model.
@@ -99,50 +107,58 @@ def kvcat_attention(
             the keys (``kvcat_mask``).
         dropout: as in transformers.
         scaling: factor on q.k; None: head_dim ** -0.5.
-        kv_gate, kv_record: see above.
+        kv_gate, kv_record, s_aux: see above.
         **kwargs: further options of the model's attention.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if kv_record is not None:
         kv_record(int(module.layer_idx), query, key, value, scale)  # type: ignore[arg-type]
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
-    if kwargs.get("s_aux") is not None:  # which SDPA would leave out without an error
-        _reject_unsupported(module, stock)
+    if s_aux is not getattr(module, "sinks", None):  # where attention_sinks finds them
+        raise InputError(f"{type(module).__name__} is not supported: sinks of an unknown place")
     carried = carried_by(key)
     # several queries after a cache: transformers would need a real mask
     is_causal_tail = (
         attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs)
     )
-    if carried is None and kv_gate is None and not is_causal_tail:
+    # SDPA would leave out sinks without an error
+    if carried is None and kv_gate is None and s_aux is None and not is_causal_tail:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
     _reject_unsupported(module, stock)
     if carried is not None:
-        out = _behind_slots(query, key, value, carried, attention_mask, scale)
+        out = _behind_slots(query, key, value, carried, attention_mask, scale, s_aux)
     elif kv_gate is not None and kv_gate.prefix_len is not None:
         window = stock.get("sliding_window")
-        out = _suffix_again(query, key, value, kv_gate, scale, window)
+        out = _suffix_again(query, key, value, kv_gate, scale, window, s_aux)
     elif kv_gate is not None:
         return _dense_and_masked(
-            module, query, key, value, attention_mask, scale, kv_gate, stock
+            module, query, key, value, attention_mask, scale, kv_gate, s_aux, stock
         ), None
     else:
-        out = attend(query, key, value, scale=scale)
+        out = attend(query, key, value, reach=_reach(attention_mask), scale=scale, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
 
 
 def _suffix_again(
-    query: Tensor, key: Tensor, value: Tensor, gate: SlotGate, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    gate: SlotGate,
+    scale: float,
+    window: int | None,
+    sinks: Tensor | None,
 ) -> Float[Tensor, "rows heads queries value_dim"]:
     """Attention of sequences followed by their suffixes, which run again over the gate's slots."""
     return attend_twice(
         query,
         key,
         value,
-        gate.keep_for(query, key, scale, window),
+        gate.keep_for(query, key, scale, window, sinks),
         gate.prefix_len,  # type: ignore[arg-type]
         scale=scale,
         window=window,
         detach_prefix=gate.detach_prefix,
+        sinks=sinks,
     )
 
 
@@ -154,17 +170,24 @@ def _dense_and_masked(
     mask: Tensor | None,
     scale: float,
     gate: SlotGate,
+    sinks: Tensor | None,
     stock: dict[str, Any],
 ) -> Float[Tensor, "rows queries heads value_dim"]:
     """Attention of the dense rows, and of the masked rows over the gate's slots."""
-    keep = gate.keep_for(query, key, scale, stock.get("sliding_window"))
+    keep = gate.keep_for(query, key, scale, stock.get("sliding_window"), sinks)
     num_dense = len(query) - len(keep)
     dense_mask = mask
     masked_mask = mask
     if mask is not None and len(mask) > 1:
         dense_mask, masked_mask = mask.tensor_split([num_dense])
-    dense, _ = sdpa_attention_forward(
-        module, query[:num_dense], key[:num_dense], value[:num_dense], dense_mask, **stock
+    dense, _ = kvcat_attention(
+        module,
+        query[:num_dense],
+        key[:num_dense],
+        value[:num_dense],
+        dense_mask,
+        s_aux=sinks,
+        **stock,
     )
     masked = attend(
         query[num_dense:],
@@ -173,12 +196,19 @@ def _dense_and_masked(
         keep,
         reach=_reach(masked_mask),
         scale=scale,
+        sinks=sinks,
     )
     return torch.cat([dense, masked.transpose(1, 2)])
 
 
 def _behind_slots(
-    query: Tensor, key: Tensor, value: Tensor, carried: Carried, mask: Tensor | None, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    carried: Carried,
+    mask: Tensor | None,
+    scale: float,
+    sinks: Tensor | None,
 ) -> Float[Tensor, "rows heads queries value_dim"]:
     """Attention over slots, which every query sees, and over the tokens after them."""
     num_slots = 0 if carried.log_bias is None else carried.log_bias.shape[-1]
@@ -188,10 +218,12 @@ def _behind_slots(
         num_new = key.shape[2] - num_slots
         reach = reach[..., reach.shape[-1] - num_new :]
     if carried.slots is not None and carried.rows is not None:
-        return attend_ragged(query, key, value, carried.slots, carried.rows, reach, scale=scale)
+        heads = (carried.slots, carried.rows)
+        return attend_ragged(query, key, value, *heads, reach, scale=scale, sinks=sinks)
     if reach is not None:
         reach = pad(reach, (num_slots, 0), value=True)
-    return attend(query, key, value, None, carried.log_bias, scale=scale, reach=reach)
+    bias = carried.log_bias
+    return attend(query, key, value, None, bias, scale=scale, reach=reach, sinks=sinks)
 
 
 def kvcat_mask(
@@ -275,7 +307,7 @@ def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:
 
 def _reject_unsupported(module: nn.Module, kwargs: dict[str, Any]) -> None:
     """Reject attention that a gate or carried slots cannot be combined with."""
-    options = ("softcap", "s_aux", "position_bias")
+    options = ("softcap", "position_bias")
     reasons = [f"uses {name}" for name in options if kwargs.get(name) is not None]
     if not _is_causal(module, kwargs):
         reasons.append("is not causal")

@@ -121,6 +121,35 @@ def attend_biased(
     return attend_extended(q, k, v, log_bias, mask, causal=causal, scale=scale)
 
 
+def with_sinks(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    sinks: Float[Tensor, " heads"],
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values whose first key has the score ``sinks`` and a value of 0.
+
+    Extra channels hold the score of each query head: [q, high, low, 0...] . [0, 1, 1, 0...] = high
+    + low = sinks / scale. The other keys have zeros there. As in ``extend_keys``, two channels keep
+    the precision.
+
+    Args:
+        q, k, v: after rotation.
+        sinks: finite, nats.
+        scale: factor on q.k.
+    """
+    exact = sinks.to(torch.promote_types(q.dtype, torch.float32)) / scale
+    high = exact.to(q.dtype)
+    low = (exact - high.detach().to(exact.dtype)).detach().to(q.dtype)
+    channels = pad(torch.stack([high, low], dim=-1), (0, EXTRA_CHANNELS - 2))  # (heads, extra)
+    channels = channels[None, :, None].expand(*q.shape[:3], -1)
+    sink_key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + EXTRA_CHANNELS)
+    sink_key[..., k.shape[3] : k.shape[3] + 2] = 1.0
+    keys = torch.cat([sink_key, pad(k, (0, EXTRA_CHANNELS))], dim=2)
+    return torch.cat([q, channels], dim=-1), keys, pad(v, (0, 0, 1, 0))
+
+
 class _KeyRange(NamedTuple):
     """A range of keys, and whether the queries see each of them causally."""
 

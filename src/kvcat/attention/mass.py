@@ -15,17 +15,20 @@ def attention_mass(
     *,
     scale: float,
     window: int | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
     cpu_elements: int = 2**22,
 ) -> Float[Tensor, "batch kv_heads keys"]:
     """Causal attention that each slot receives from the queries of its KV head.
 
-    For slot j this is the sum over the queries of softmax_j(scale q.k_j). The queries are those of
-    the last keys. The masses of a sequence sum to heads * queries.
+    For slot j this is the sum over the queries of softmax_j(scale q.k_j), where a sink is one more
+    logit of the softmax. The queries are those of the last keys. The masses of a sequence sum to
+    heads * queries, and to less with sinks.
 
     Args:
         queries, keys: after rotation.
         scale: factor on q.k.
         window: keys that a query sees, itself included; None: all up to itself.
+        sinks: of each query head, nats; None: there are none.
         cpu_elements: most weights that exist at once on a CPU, if one query has no more.
     """
     batch, heads, num_queries, _ = queries.shape
@@ -38,7 +41,12 @@ def attention_mass(
     last_seen = torch.arange(num_keys - num_queries, num_keys)
     with torch.autocast(keys.device.type, enabled=False):
         for _, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once, window=window):
-            mass[..., : scores.shape[-1]] += scores.softmax(-1).sum((2, 3))
+            weights = scores.softmax(-1)
+            if sinks is not None:
+                # (kv_heads, query heads of each, 1): the share of the keys in each query's mass
+                logits = sinks.to(scores).view(kv_heads, -1, 1)
+                weights *= (scores.logsumexp(-1) - logits).sigmoid().unsqueeze(-1)
+            mass[..., : scores.shape[-1]] += weights.sum((2, 3))
     return mass
 
 

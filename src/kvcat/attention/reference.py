@@ -57,12 +57,13 @@ def attend_reference(
     *,
     scale: float | None = None,
     window: int | None = None,
+    sinks: Float[Tensor, " heads"] | None = None,
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention of the last positions over the visible slots.
 
-    o_t = sum_{j in A_t} e^{s_tj} v_j / sum_{j in A_t} e^{s_tj} with s_tj = scale q_t.k_j +
-    log_bias_j and A_t the kept slots that t may look at. A query that sees nothing sees itself.
-    Position 0 is nothing special here.
+    o_t = sum_{j in A_t} e^{s_tj} v_j / (e^sink + sum_{j in A_t} e^{s_tj}) with s_tj = scale q_t.k_j
+    + log_bias_j and A_t the kept slots that t may look at; without sinks e^sink is 0. A query that
+    sees nothing sees itself. Position 0 is nothing special here.
 
     Args:
         q: queries, the last ``queries`` of the ``keys`` positions; heads is a multiple of kv_heads.
@@ -72,13 +73,19 @@ def attend_reference(
         causal: whether later positions are hidden.
         scale: factor on q.k; None is head_dim ** -0.5.
         window: tokens that a query sees, itself included; None is no limit.
+        sinks: per query head, the logit of a further slot without value that every query sees,
+            nats; None: there is none.
 
     References: KV-CAT, appendix "Masked attention forward pass".
     """
     scores = _scores(q, k, log_bias, scale)
     reach = reachable(q.shape[2], k.shape[2], causal=causal, window=window, device=q.device)
     seen = reach[None] if keep is None else visible(keep, reach)
-    weights = scores.masked_fill(~seen[:, None], -torch.inf).softmax(-1)
+    logits = scores.masked_fill(~seen[:, None], -torch.inf)
+    if sinks is not None:
+        sink_logits = sinks.to(logits)[None, :, None, None].expand(*logits.shape[:3], 1)
+        logits = torch.cat([logits, sink_logits], dim=-1)
+    weights = logits.softmax(-1)[..., : k.shape[2]]
     return weights @ _per_query_head(v, q.shape[1])
 
 

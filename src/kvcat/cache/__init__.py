@@ -25,6 +25,7 @@ from kvcat.cache.first_tokens import (
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
 from kvcat.cache.quantized import QuantizedLayer
+from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
 from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
 from kvcat.cache.states import LayerState
@@ -54,6 +55,7 @@ __all__ = [
     "check_dims",
     "check_no_adapters",
     "check_token_ids",
+    "continue_states",
     "count_before",
     "document_digest",
     "fingerprint",

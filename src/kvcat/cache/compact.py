@@ -27,6 +27,7 @@ from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head
 from kvcat.cache.forward import PrefixCache, cache_argument, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
+from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, rounded_mean
 from kvcat.cache.states import LayerState, RecurrentState, WindowState
@@ -248,7 +249,8 @@ class CompactCache:
         Args:
             model: the model the cache was made with.
             input_ids: tokens after the prefix; one cached example serves any number of rows.
-            attention_mask: 1 for tokens, 0 for padding on the left; None: no padding.
+            attention_mask: 1 for tokens, 0 for padding on the left; None: no padding. With
+                ``states`` there is none.
             static_tokens: allocate room for this many tokens after the prefix at once, as a
                 compiled model needs it; None: the cache grows with each token.
             any_length: where transformers would use other rotary factors for a text of this length
@@ -403,6 +405,7 @@ class CompactCache:
                 )
                 layers.append(static_layer)
         past = PrefixCache(layers, self.num_tokens, factors, any_length=any_length)
+        continue_states(model)
         guard(model, past)
         return past
 

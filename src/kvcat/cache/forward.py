@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
 from kvcat.cache.rope import Factors, check_length, held_factors
-from kvcat.cache.states import RecurrentState
+from kvcat.cache.states import RecurrentState, WindowState
 from kvcat.errors import InputError
 from kvcat.types import Int, Tensor
 
@@ -157,6 +157,12 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if mask.shape[1] != length + num_new:
             raise _misfit(length, f"an attention_mask of {mask.shape[1]}", num_new)
+        has_states = any(isinstance(layer, RecurrentState | WindowState) for layer in past.layers)
+        if has_states and not bool(mask.all()):
+            raise InputError(
+                "layers with a sliding window or a recurrent state do not skip padding after a "
+                "compact cache: give rows of equal length, without padding"
+            )
     elif isinstance(positions, Tensor) and positions.dim() == 2:
         next_position = int(positions.max()) + 1
         num_padding = length + num_new - next_position

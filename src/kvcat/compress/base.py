@@ -285,8 +285,12 @@ def received_mass(trace: Trace, start: int) -> Scores:
 
     There is one sum per KV head.
     """
-    states = zip(trace.prefix_queries_from(start), trace.keys, trace.scales, strict=True)
-    return [attention_mass(queries, keys, scale=scale) for queries, keys, scale in states]
+    queries_of_layers = trace.prefix_queries_from(start)
+    states = zip(queries_of_layers, trace.keys, trace.scales, trace.sinks, strict=True)
+    return [
+        attention_mass(queries, keys, scale=scale, sinks=sinks)
+        for queries, keys, scale, sinks in states
+    ]
 
 
 def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:

@@ -261,6 +261,10 @@ def _press_prefix(
             f"{name}: kvpress compresses all layers of {type(model).__name__} or none, and here "
             "some keep the state of a sliding window or a recurrence"
         )
+    if any(sinks is not None for sinks in trace.sinks):
+        raise InputError(
+            f"{name}: kvpress computes attention without the sinks of {type(model).__name__}"
+        )
     attentions = _attentions(model)
     cache = _PressCache()
     prefix = trace.input_ids[example : example + 1, : trace.prefix_len]

@@ -44,9 +44,9 @@ class FittedQueries:
     """Queries for a fit, with the error weights factor * m / (m + exp(log_later_mass)).
 
     Here m is the attention mass on the prefix, so that the quotient is the share of the query's
-    attention that goes to the prefix. Protected slots (``protection``) are not fitted: their mass
-    is part of exp(log_later_mass), and m is that of the others. Supervising queries come first,
-    then those of the prefix.
+    attention that goes to the prefix. Protected slots (``protection``) and attention sinks are not
+    fitted: their mass is part of exp(log_later_mass), and m is that of the others. Supervising
+    queries come first, then those of the prefix.
 
     Args:
         trace: the trace that the queries come from.
@@ -54,7 +54,7 @@ class FittedQueries:
         moved: queries of the prefix, moved after it; None: there are none.
         factors: factor of each query.
         log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
-            sees after the prefix; -inf if all queries count equally.
+            sees after the prefix, and on its sink; -inf if all queries count equally.
         fit_boost: further factors of those queries to which log-bias and values are fitted. They
             come first; the other queries only select keys.
         num_unseen: number of the last slots that each query does not see, for queries of the
@@ -148,7 +148,19 @@ def fitted_queries(
         else:
             supervising = _supervising_queries(trace, by_share=by_share)
             fitted = _with_moved(supervising, moved, own_weight)
+    if by_share:
+        fitted = _with_sinks(fitted)
     return _with_protected_mass(fitted) if trace.protected else fitted
+
+
+def _with_sinks(fitted: FittedQueries) -> FittedQueries:
+    """The queries, where the attention of each includes that to the sink of its head."""
+    masses = []
+    for later, sinks in zip(fitted.log_later_mass, fitted.trace.sinks, strict=True):
+        if sinks is not None:
+            later = torch.logaddexp(later, sinks.to(later).unsqueeze(-1))
+        masses.append(later)
+    return replace(fitted, log_later_mass=masses)
 
 
 def _with_protected_mass(fitted: FittedQueries) -> FittedQueries:

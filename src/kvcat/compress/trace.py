@@ -21,7 +21,7 @@ from kvcat.cache import (
 from kvcat.choices import Supervision
 from kvcat.compress.rows import Rows
 from kvcat.errors import InputError
-from kvcat.models import capture, frozen, logits_from_hidden
+from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
@@ -159,6 +159,12 @@ class Trace:
         """The number in the model of each layer that is compressed."""
         total = len(self.keys) + len(self.states)
         return [number for number in range(total) if number not in self.states]
+
+    @cached_property
+    def sinks(self) -> list[Float[Tensor, " heads"] | None]:
+        """Per layer, the logits of the query heads' attention sinks in nats; None: it has none."""
+        of_model = attention_sinks(self.model)
+        return [of_model[number] for number in self.layer_numbers]
 
     @property
     def max_slots(self) -> int:

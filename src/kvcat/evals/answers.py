@@ -199,8 +199,9 @@ def greedy_answers(
 ) -> list[list[int]]:
     """Greedy answers to the questions, decoded until an end-of-text token.
 
-    Shorter questions are padded on the left; padding does not change an answer. Only the
-    end-of-text tokens are used from the model's generation settings.
+    Shorter questions are padded on the left; padding does not change an answer. Where layers keep a
+    state of the context, which padding would change, only questions of equal length share a batch.
+    Only the end-of-text tokens are used from the model's generation settings.
 
     Args:
         model: model that answers.
@@ -208,6 +209,31 @@ def greedy_answers(
         questions: token ids of each question.
         max_new_tokens: largest number of tokens in an answer.
     """
+    if cache is not None and cache.states:
+        answers: dict[int, list[int]] = {}
+        for rows in _by_length(questions):
+            of_rows = cache if cache.batch_size == 1 else cache.select(rows)
+            some = _padded_answers(model, of_rows, [questions[row] for row in rows], max_new_tokens)
+            answers |= dict(zip(rows, some, strict=True))
+        return [answers[row] for row in range(len(questions))]
+    return _padded_answers(model, cache, questions, max_new_tokens)
+
+
+def _by_length(questions: Sequence[Sequence[int]]) -> list[list[int]]:
+    """The indices of questions of equal length."""
+    rows: dict[int, list[int]] = {}
+    for row, question in enumerate(questions):
+        rows.setdefault(len(question), []).append(row)
+    return list(rows.values())
+
+
+def _padded_answers(
+    model: PreTrainedModel,
+    cache: CompactCache | None,
+    questions: Sequence[Sequence[int]],
+    max_new_tokens: int,
+) -> list[list[int]]:
+    """As ``greedy_answers``, in one batch that is padded on the left."""
     width = max(len(question) for question in questions)
     padded = []
     is_token = []

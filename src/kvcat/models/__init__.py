@@ -9,6 +9,7 @@ from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_c
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import (
+    attention_sinks,
     decoder_layers,
     frozen,
     hidden_states,
@@ -23,6 +24,7 @@ __all__ = [
     "Capture",
     "HiddenOutput",
     "MaskedPass",
+    "attention_sinks",
     "capture",
     "decoder_layers",
     "end_tokens",

@@ -19,6 +19,7 @@ from kvcat.cache import (
     PrefixCache,
     cache_argument,
     check_token_ids,
+    continue_states,
     held_factors,
     rope_factors,
 )
@@ -88,6 +89,7 @@ def capture(
     check_least(1, chunk_tokens=chunk_tokens)
     check_token_ids(model, input_ids)
     enable(model)
+    continue_states(model)
     if query_positions is None:
         query_positions = torch.arange(num_tokens)
     if rope is None:
@@ -228,6 +230,7 @@ def layer_states(
     if not layers:
         return {}
     enable(model)
+    continue_states(model)
     cache = DynamicCache(config=model.config) if past is None else past
     held = None if isinstance(past, PrefixCache) else rope
     with held_factors(model, held):

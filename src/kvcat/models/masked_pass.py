@@ -1,6 +1,7 @@
 """The dense and the masked pass of the same weights, as one batch of the unmodified model."""
 
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,15 +100,26 @@ class KVPass:
         return SlotGate(keep, self.prefix_len, self.detach_prefix, decide)
 
     def _decide(
-        self, start: int, queries: Tensor, keys: Tensor, scale: float, window: int | None
+        self,
+        start: int,
+        queries: Tensor,
+        keys: Tensor,
+        scale: float,
+        window: int | None,
+        sinks: Tensor | None,
     ) -> Float[Tensor, "batch slots"]:
         """The visible slots of an "attention" policy, from the dense rows."""
-        scores = self.policies[str(start)](
+        policy = self.policies[str(start)]
+        options = {} if sinks is None else {"sinks": sinks}
+        if options and "sinks" not in inspect.signature(policy.forward).parameters:
+            raise InputError(f"{type(policy).__name__} does not support attention sinks")
+        scores = policy(
             queries[: self.batch, :, : self.prefix_len],
             keys[: self.batch, :, : self.prefix_len],
             scale=scale,
             window=window,
             generator=self._generator(start),
+            **options,
         )
         self.scores[start] = scores
         return gate(scores, self.tau)

@@ -15,6 +15,7 @@ from kvcat.models.structure import frozen, relative_error
 from kvcat.types import Float, Int, Tensor
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
+_WITHOUT_POSITIONS = ("jamba",)
 _PROBE_TOKENS = 8
 _TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.2}
 _TURNED: WeakKeyDictionary[PreTrainedModel, dict[int, list[bool]]] = WeakKeyDictionary()
@@ -30,18 +31,19 @@ class KeyRotation:
     positions later. In layers without positions the keys must be equal without the rotation.
 
     Args:
-        model: a causal LM with rotary position embeddings.
+        model: a causal LM with rotary position embeddings, or one whose attention has no positions
+            (Jamba), where keys do not change.
         shift: positions added; negative turns towards the beginning.
 
     Raises:
-        InputError: no rotary embedding, one that depends on the length of the text, or keys that do
-            not turn.
+        InputError: positions without a rotary embedding, one that depends on the length of the
+            text, or keys that do not turn.
     """
 
     def __init__(self, model: PreTrainedModel, shift: int):
         self.shift = shift
-        self.rotary = rotary_module(model)
         config = model.config.get_text_config(decoder=True)
+        self.rotary = None if _has_no_positions(config) else rotary_module(model)
         if getattr(config, "kv_lora_rank", None):
             name = type(model).__name__
             raise InputError(f"{name}: keys of latent attention cannot be moved")
@@ -91,16 +93,20 @@ class KeyRotation:
         shifts, shift_of_slot = shifts.unique(return_inverse=True)
         kind = self.layer_types[layer]
         has_positions = kind is None or hasattr(self.rotary, f"{kind}_inv_freq")
-        if not (shifts.any() and self.turned[layer] and has_positions):
+        is_turned = has_positions and self.turned[layer]
+        if self.rotary is None or not (shifts.any() and is_turned):
             return keys
         precise = keys if keys.dtype == torch.float64 else keys.float()
         positions = shifts.unsqueeze(0).to(keys.device)
         layer_type = () if kind is None else (kind,)
-        cos, sin = self.rotary(precise, positions, *layer_type)  # (1, shifts, rotated channels)
+        cos, sin = self.rotary(precise, positions, *layer_type)  # (1, shifts, cosines)
         # the keys have the attention factor of YaRN already
         factor_name = f"{kind}_attention_scaling" if kind else "attention_scaling"
         factor = getattr(self.rotary, factor_name, 1.0)
-        rotated, unrotated = precise.tensor_split([cos.shape[-1]], dim=-1)
+        # some modules give a cosine per pair of channels, the others one per channel
+        frequencies = getattr(self.rotary, f"{kind}_inv_freq" if kind else "inv_freq", None)
+        num_rotated = cos.shape[-1] if frequencies is None else 2 * len(frequencies)
+        rotated, unrotated = precise.tensor_split([num_rotated], dim=-1)
         cos = (cos / factor).index_select(1, shift_of_slot.to(cos.device))
         sin = (sin / factor).index_select(1, shift_of_slot.to(sin.device))
         turned = self._apply(rotated, cos, sin)
@@ -119,6 +125,13 @@ class KeyRotation:
             return apply(keys, cos, sin)
         any_queries = keys[:, :1]
         return apply(any_queries, keys, cos, sin)[1]
+
+
+def _has_no_positions(config: Any) -> bool:
+    """Whether attention does not depend on positions, as in Jamba and some Granite hybrids."""
+    if config.model_type == "granitemoehybrid":
+        return config.position_embedding_type != "rope"
+    return config.model_type in _WITHOUT_POSITIONS
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module:

@@ -258,11 +258,18 @@ def _behind_slots(
 def _generated(
     model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], cache: CompactCache
 ) -> Float[Tensor, "batch suffix vocab"]:
-    """Logits of the tokens after the cache's, from the model as generation calls it."""
+    """Logits of the tokens after the cache's, from the model as generation calls it.
+
+    The last token runs alone, as models with recurrent states compute it in another way.
+    """
     past = cache.to_transformers(model)
-    mask = torch.ones_like(tokens)
-    options = {"attention_mask": mask, "use_cache": True, **cache_argument(past)}
-    return model(input_ids=tokens[:, cache.num_tokens :], **options).logits
+    last = tokens.shape[1] - 1
+    logits = []
+    for start, stop in [(cache.num_tokens, last), (last, last + 1)]:
+        options = {"attention_mask": torch.ones_like(tokens[:, :stop]), "use_cache": True}
+        options.update(cache_argument(past))
+        logits.append(model(input_ids=tokens[:, start:stop], **options).logits)
+    return torch.cat(logits, dim=1)
 
 
 def _cache_of(

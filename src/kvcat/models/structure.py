@@ -38,6 +38,20 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
+def attention_sinks(model: PreTrainedModel) -> list[Float[Tensor, " heads"] | None]:
+    """Per layer, the logits of its query heads' attention sinks in nats; None where it has none.
+
+    A sink is one more logit in the softmax, without a value. ``kvcat_attention`` rejects sinks that
+    are not the attribute ``sinks`` of the attention module.
+    """
+    sinks: list[Tensor | None] = []
+    for layer in decoder_layers(model):
+        of_modules = [getattr(module, "sinks", None) for module in layer.modules()]
+        of_layer = [logits for logits in of_modules if isinstance(logits, Tensor)]
+        sinks.append(of_layer[0].detach() if of_layer else None)
+    return sinks
+
+
 def output_gains(
     model: PreTrainedModel, kv_heads: Sequence[int], layers: Sequence[int] | None = None
 ) -> list[Float[Tensor, " kv_heads"]]:

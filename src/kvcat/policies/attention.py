@@ -28,11 +28,12 @@ class AttentionMassPolicy(ExactCount):
         *,
         scale: float,
         window: int | None = None,
+        sinks: Float[Tensor, " heads"] | None = None,
         generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, in float32, or float64 if the queries have that type."""
-        mass = attention_mass(queries, keys, scale=scale, window=window)  # (batch, kv_heads, keys)
-        return self.keep_largest(mass.sum(1))
+        mass = attention_mass(queries, keys, scale=scale, window=window, sinks=sinks)
+        return self.keep_largest(mass.sum(1))  # summed over the KV heads
 
 
 def make(*, target: float, **_: object) -> AttentionMassPolicy:

@@ -25,6 +25,7 @@ from kvcat.cache import (
 )
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
+from kvcat.models import attention_sinks
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import UNSEEN, widen_keys
 from kvcat.types import Float, Tensor
@@ -65,6 +66,8 @@ def plain_prefix(
             f"{type(model).__name__}: engines have no place for the states of sliding windows and "
             "recurrent layers that are kept whole"
         )
+    if any(sinks is not None for sinks in attention_sinks(model)):
+        raise InputError(f"{type(model).__name__}: attention sinks are not supported in engines")
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
     cache = cache.unpacked()
