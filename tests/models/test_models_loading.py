@@ -229,11 +229,6 @@ def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(
             {"head_dim": 8, "sliding_window": 5, "query_pre_attn_scalar": 8},
             "Gemma2ForCausalLM.*50",
         ),
-        (
-            "gpt_oss",
-            {"head_dim": 8, "num_local_experts": 2, "num_experts_per_tok": 1},
-            "GptOss.*s_aux",
-        ),
         ("mamba", {}, "mamba: layers of type 'linear_attention' keep no keys and values"),
         ("bert", {}, "Bert.*not causal"),
     ],

@@ -260,7 +260,7 @@ def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
         *((model, "router") for model in STOCK),
         ("qwen2", "random"),
         ("mistral", "attention"),
-        ("gpt_oss", "attention"),
+        pytest.param("gpt_oss", "attention", marks=pytest.mark.slow),
     ],
 )
 def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(
