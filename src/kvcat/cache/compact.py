@@ -24,7 +24,7 @@ from kvcat.cache.files import (
 )
 from kvcat.cache.fingerprint import fingerprint_like
 from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head
-from kvcat.cache.forward import PrefixCache, cache_argument, guard
+from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
 from kvcat.cache.recurrence import continue_states
@@ -260,8 +260,8 @@ class CompactCache:
 
         Raises:
             InputError: another model, no tokens, a token without an embedding, tokens that begin
-                with the document, a batch that does not fit, or a text that needs other rotary
-                factors than the cache has.
+                with the document, padding where layers have a state, a batch that does not fit, or
+                a text that needs other rotary factors than the cache has.
         """
         self.check_tokens(model, input_ids, any_length=any_length)
         if document_digest(input_ids[:, : self.num_tokens]) == self.metadata.get("document"):
@@ -271,6 +271,8 @@ class CompactCache:
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        elif self.states:
+            check_no_padding(attention_mask)
         new_mask = attention_mask.to(input_ids)
         prefix_mask = new_mask.new_ones(len(input_ids), self.num_tokens)
         mask = torch.cat([prefix_mask, new_mask], dim=-1)

@@ -157,12 +157,8 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
     if isinstance(mask, Tensor) and mask.dim() == 2:
         if mask.shape[1] != length + num_new:
             raise _misfit(length, f"an attention_mask of {mask.shape[1]}", num_new)
-        has_states = any(isinstance(layer, RecurrentState | WindowState) for layer in past.layers)
-        if has_states and not bool(mask.all()):
-            raise InputError(
-                "layers with a sliding window or a recurrent state do not skip padding after a "
-                "compact cache: give rows of equal length, without padding"
-            )
+        if any(isinstance(layer, RecurrentState | WindowState) for layer in past.layers):
+            check_no_padding(mask)
     elif isinstance(positions, Tensor) and positions.dim() == 2:
         next_position = int(positions.max()) + 1
         num_padding = length + num_new - next_position
@@ -171,6 +167,15 @@ def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[st
             past.padding = num_padding
         if num_padding != (past.padding or 0):
             raise _misfit(length, f"positions up to {next_position}", num_new)
+
+
+def check_no_padding(mask: Tensor) -> None:
+    """Raise ``InputError`` if a mask has padding, which would change the states of layers."""
+    if not bool(mask.all()):
+        raise InputError(
+            "layers with a sliding window or a recurrent state do not skip padding after a compact "
+            "cache: give rows of equal length, without padding"
+        )
 
 
 def _misfit(length: int, what: str, num_new: int) -> InputError:
