@@ -325,6 +325,11 @@ def test_what_needs_the_keys_of_every_layer_is_rejected_by_name(tmp_path):
     assert "MistralForCausalLM: every layer has a sliding window of 8 tokens" in message
 
 
+def test_gradient_rejects_one_token_after_a_recurrent_state():
+    trace = kvcat.trace(small_model("lfm2", torch.float32), tokens()[:, : PREFIX + 1], PREFIX)
+    assert "at least two tokens" in refusal(make_compressor("gradient"), trace, num_slots=6)
+
+
 @pytest.mark.parametrize("name", RECURRENT)
 def test_a_model_with_a_recurrent_state_is_not_trained(name):
     model = small_model(name, torch.float32)

@@ -182,6 +182,7 @@ class GradientCompression(Compressor):
     ) -> Iterator[tuple[int, CompactCache]]:
         """The caches after the given numbers of steps; errors are raised before the first step."""
         trace.check_supervises()
+        _check_suffix(trace)
         slots = checked_slots(trace, keep_ratio, num_slots)
         if not is_between(trace, slots):
             untrained = self._at_an_end(trace, slots)
@@ -328,6 +329,18 @@ class SlotTraining:
             past = cache.to_transformers(trace.model, read_only=True, any_length=True)
             options = {"use_cache": True, **cache_argument(past)}
             return hidden_states(trace.model, input_ids=trace.suffix_ids, **options)
+
+
+def _check_suffix(trace: Trace) -> None:
+    """Reject one token after a recurrent state: models then write to the state in place, which has
+    no gradient.
+    """
+    is_recurrent = any(not state.is_window for state in trace.states.values())
+    if is_recurrent and trace.suffix_ids.shape[1] == 1:
+        raise InputError(
+            f"{type(trace.model).__name__}: gradient needs at least two tokens after the prefix "
+            "where layers have a recurrent state"
+        )
 
 
 def _trainable(slots: Tensor) -> Tensor:
