@@ -14,6 +14,7 @@ from kvcat.evals.needle import make_task as make_needles
 from kvcat.evals.suffix import make_task
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
+from tiny import loud_model
 from training_runs import config, records
 
 DEVICE = os.environ.get("KVCAT_TEST_DEVICE", "cuda")
@@ -152,3 +153,37 @@ def check_runs(model, texts, folder, *, atol, **options):
         losses.append([r["dense_loss"] for r in records(run.output) if r["kind"] == "train"])
     assert len(losses[1]) == 4
     assert torch.allclose(*map(torch.tensor, losses), atol=atol)
+
+
+FAMILIES = {
+    "gpt_oss": {
+        "num_hidden_layers": 2,
+        "sliding_window": 8,
+        "head_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+    },
+    "jamba": {
+        "num_hidden_layers": 2,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "expert_layer_period": 4,
+        "expert_layer_offset": 3,
+        "mamba_d_state": 8,
+    },
+}
+
+
+@pytest.mark.parametrize("method", ["attention-matching", "snapkv"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sinks_and_continued_states_are_those_of_the_processor(family, method):
+    results = []
+    for device in ("cpu", DEVICE):
+        model = loud_model(family, std=0.2, pad_token_id=0, **FAMILIES[family]).to(device)
+        model.config._experts_implementation = "eager"
+        ids = tokens(model, 2, 40)
+        trace = kvcat.trace(model, ids, 30)
+        cache = kvcat.compress.make_compressor(method)(trace, num_slots=8)
+        logits = [trace.logits, kvcat.replay(model, cache, ids[:, 30:])]
+        results.append([each.cpu() for each in logits])
+    torch.testing.assert_close(*results, rtol=0, atol=1e-2)

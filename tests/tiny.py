@@ -68,7 +68,7 @@ def loud_model(kind="llama", dtype=torch.float32, std=0.3, **options):
         "bos_token_id": None,
         "eos_token_id": None,
     }
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = stock_model(kind, **{**sizes, **options})
         for parameter in model.parameters():

@@ -30,15 +30,19 @@ def fused_attention(
     ``causal`` decides.
     """
     group = q.shape[1] // k.shape[1]
+    value_dim = v.shape[-1]
+    if q.device.type != "cpu":  # the fastest kernels need one width for keys and values
+        v = _widened(v, max(k.shape[-1], value_dim))
     shares_heads = group > 1 and (
         q.device.type == "cpu" or (mask is None and k.shape[-1] == v.shape[-1] <= _FLASH_HEAD_DIM)
     )
     if group > 1 and not shares_heads:
         k = k.repeat_interleave(group, dim=1)
         v = v.repeat_interleave(group, dim=1)
-    return scaled_dot_product_attention(
+    out = scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=shares_heads
     )
+    return out[..., :value_dim]
 
 
 def extend_keys(
