@@ -187,13 +187,13 @@ def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
     assert "was made with keep_ratio 0.5, not 0.1" in message
 
 
-def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, corpus, tmp_path, capsys):
-    words = ["compress", tiny_folder, "--corpus", corpus, "--text-column", "body"]
-    assert kvcat(*words, "-o", tmp_path / "s") == 2
+def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, capsys):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps({"id": "long", "text": "".join(sentences(60))}) + "\n")
+    assert kvcat("compress", tiny_folder, "--corpus", file, "-o", tmp_path / "s") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "kvcat: none of the 3 documents has a cache"
-    reason = "row 0 has no column 'body'; its columns: id, text"
-    assert Store(tmp_path / "s").rows[0].error == reason
+    assert last == "kvcat: none of the 1 documents has a cache"
+    assert "exceed the 256 positions" in Store(tmp_path / "s").rows[0].error
 
 
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):

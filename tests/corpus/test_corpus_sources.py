@@ -8,8 +8,7 @@ import pytest
 from corpora import write_rows
 from pyarrow import parquet
 
-from kvcat.corpus import corpus_files, read_corpus
-from kvcat.corpus.plan import measure_corpus
+from kvcat.corpus import Corpus, corpus_files, read_corpus
 from tiny import refusal
 
 
@@ -64,9 +63,9 @@ def test_a_row_or_file_without_a_text_is_a_document_with_a_problem(tmp_path):
 
 def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path):
     twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "text": "x"}] * 2)
-    message = refusal(measure_corpus, documents(twice), lambda _: False)
+    message = refusal(Corpus.read, corpus_files(str(twice)))
     assert message == "two documents of the corpus have the id 'a'"
-    assert "no document" in refusal(measure_corpus, [], lambda _: False)
+    assert refusal(Corpus.read, []) == "the corpus has no document"
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "x.parquet")
     assert "no column 'text'; its columns: body" in refusal(documents, tmp_path / "x.parquet")
     columns = {"text_column": "body", "id_column": "name"}

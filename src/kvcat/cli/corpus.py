@@ -56,7 +56,7 @@ def compress_to_store(
     early.check_device(device)
     early.check_model(model)
 
-    from kvcat.corpus import CorpusSettings, check_store, compress_corpus, corpus_files
+    from kvcat.corpus import Corpus, CorpusSettings, check_store, corpus_files, fill_store
 
     settings = CorpusSettings(
         method=method,
@@ -71,8 +71,8 @@ def compress_to_store(
         check=check,
     )
     columns = {"text_column": text_column or "text", "id_column": id_column or "id"}
-    corpus_files(corpus, **columns, store=output)
-    check_store(output, {**settings.record(), "dtype": dtype})
+    files = corpus_files(corpus, **columns, store=output)
+    check_store(output, {**settings.record(), "dtype": dtype}, shard_numbers)
     if ray is not None:
         from kvcat.corpus.ray_engine import compress_on_ray
 
@@ -89,18 +89,21 @@ def compress_to_store(
             **columns,
         )
     else:
-        import kvcat
+        from kvcat.models import load, load_tokenizer, read_config
 
-        loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
-        result = compress_corpus(
+        read_config(model)
+        tokenizer = load_tokenizer(model)
+        settings.check_tokenizer(tokenizer)
+        documents = Corpus.read(files)
+        loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
+        result = fill_store(
             loaded,
             tokenizer,
-            corpus,
+            documents,
             output,
             settings,
             shard=shard_numbers,
             show_progress=True,
-            **columns,
         )
     _show(result, output, settings)
     if shard_numbers is None and result.num_made + result.num_kept == 0:

@@ -1,11 +1,11 @@
 """The documents of a corpus: text files of a folder, rows of tables, data sets of the Hub."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 
@@ -32,11 +32,75 @@ class CorpusDocument:
     text: str = ""
     problem: str | None = None
 
+    @property
+    def reason(self) -> str | None:
+        """Why the document cannot have a cache of any model; None if it has a text."""
+        if self.problem is not None:
+            return self.problem
+        return None if self.text.strip() else "the document is empty"
+
     @cached_property
     def checksum(self) -> str:
         """A hash of the text: a document with another text has another checksum."""
         content = self.text if self.problem is None else f"{self.problem}\0"
         return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+class Content(NamedTuple):
+    """What identifies a document's text, and what it costs.
+
+    Args:
+        checksum: hash of the text.
+        num_characters: its length.
+    """
+
+    checksum: str
+    num_characters: int
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus that was read once: no id occurs twice, and some document has a text.
+
+    Args:
+        files: its files.
+        contents: contents of all documents, by id.
+    """
+
+    files: Sequence[SourceFile]
+    contents: Mapping[str, Content]
+
+    @classmethod
+    def read(cls, files: Sequence[SourceFile]) -> "Corpus":
+        """The corpus in some files, of which it keeps no text.
+
+        Raises:
+            InputError: two documents with one id, no document, or none with a text; and as
+                ``read_corpus``.
+        """
+        contents: dict[str, Content] = {}
+        failure = None
+        num_texts = 0
+        for document in read_corpus(files):
+            if document.id in contents:
+                raise InputError(f"two documents of the corpus have the id {document.id[:80]!r}")
+            contents[document.id] = Content(document.checksum, len(document.text))
+            if document.reason is None:
+                num_texts += 1
+            elif failure is None:
+                failure = document
+        if failure is None and not num_texts:
+            raise InputError("the corpus has no document")
+        if failure is not None and not num_texts:
+            raise InputError(
+                f"none of the {len(contents)} documents of the corpus has a text; the first, "
+                f"{failure.id[:80]!r}: {failure.reason}"
+            )
+        return cls(files, contents)
+
+    def documents(self) -> Iterator[CorpusDocument]:
+        """All documents, in order; they are read again."""
+        return read_corpus(self.files)
 
 
 def corpus_files(
