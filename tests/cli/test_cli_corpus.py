@@ -54,6 +54,20 @@ def test_a_corpus_is_compressed_described_and_continued(tiny_folder, corpus, sto
     assert "no cache of 'a/2': the document is empty" in said.err
 
 
+def test_ids_of_any_characters_are_described_on_one_line(tiny_folder, tmp_path, capsys):
+    ids = ["a\n\x1b[31mb", "x" * 9000]
+    rows = [json.dumps({"id": id, "text": "the cat sat"}) for id in ids]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    store = tmp_path / "store"
+    assert kvcat("compress", tiny_folder, "--corpus", tmp_path / "corpus.jsonl", "-o", store) == 0
+    capsys.readouterr()
+    for id in ids:
+        assert kvcat("info", store, f"--id={id}") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 7
+        assert all(line.isprintable() and len(line) < 1000 for line in lines)
+
+
 def test_generate_prints_json_and_ends_at_a_stop_text(tiny_folder, store, capsys):
     words = ["generate", tiny_folder, "--store", store, "--id", "a/0", "--max-new-tokens", 8]
     words += ["--prompt", "the cat", "--prompt", "the dog", "--json"]

@@ -7,7 +7,7 @@ from kvcat.corpus.compressor import CorpusCompressor
 from kvcat.corpus.manifest import Row
 from kvcat.corpus.run import CorpusResult, compress_corpus, fill_store
 from kvcat.corpus.settings import CorpusSettings
-from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files, read_corpus
+from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files, left_out, read_corpus
 from kvcat.corpus.store import CHAT_STORE, CHECKSUM_ENTRY, Store, check_store
 
 __all__ = [
@@ -24,5 +24,6 @@ __all__ = [
     "compress_corpus",
     "corpus_files",
     "fill_store",
+    "left_out",
     "read_corpus",
 ]

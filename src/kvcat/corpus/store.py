@@ -116,7 +116,12 @@ class Store:
         row = self.row(id)
         if row.error is not None:
             raise InputError(f"document {_shown(id)} has no cache: {row.error}")
-        cache = self._storage.load_cache(cache_file(id))
+        try:
+            cache = self._storage.load_cache(cache_file(id))
+        except InputError as error:
+            raise InputError(
+                f"{error}; without this file, the run that made the store makes it again"
+            ) from None
         if cache.metadata.get(CHECKSUM_ENTRY) != row.checksum:
             self.refresh()
             row = self.row(id)
