@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ from corpus import texts_of
 
 FEW = 8
 PORT = 6391
+TOKENS = {"RAY_AUTH_MODE": "token"}  # how Ray protects a cluster that is named by its address
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -34,7 +36,7 @@ class Cluster:
     """A cluster of two processors, as processes that run until they are ended."""
 
     def __init__(self):
-        environment = {**os.environ, "RAY_worker_niceness": "0"}
+        environment = {**os.environ, **TOKENS, "RAY_worker_niceness": "0"}
         ray = Path(sys.executable).with_name("ray")
         options = ["--head", "--num-cpus=2", f"--port={PORT}", "--disable-usage-stats", "--block"]
         command = [ray, "start", *options, "--include-dashboard=false"]
@@ -55,12 +57,13 @@ class Cluster:
 
     def _wait(self):
         """Wait until the cluster has started."""
-        command = [Path(sys.executable).with_name("ray"), "status", f"--address=127.0.0.1:{PORT}"]
-        for _ in range(60):
+        for _ in range(150):
             if self.process.poll() is not None:
                 raise SystemExit("the cluster does not start: is another one running?")
-            if subprocess.run(command, capture_output=True, check=False).returncode == 0:
-                return
+            with socket.socket() as connection:
+                if connection.connect_ex(("127.0.0.1", PORT)) == 0:
+                    time.sleep(20)  # the first process listens before the others have started
+                    return
             time.sleep(2)
         raise SystemExit("the cluster does not answer")
 
@@ -98,7 +101,7 @@ def run(model, corpus, store, num_workers, cluster):
         words += ["--ray", "auto", "--workers", str(num_workers)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     before_cluster = cluster.seconds()
-    environment = {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
+    environment = {**os.environ, **TOKENS, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
     ended = subprocess.run(
         [sys.executable, "-m", "kvcat", *words],
         capture_output=True,
