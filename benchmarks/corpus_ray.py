@@ -7,13 +7,15 @@ It starts a cluster of two processors on this machine, with workers of ordinary 
 the plain command and one and two workers, each on two corpora: a few documents, and all. Processor
 seconds are those of the command and of all processes of the cluster. Their difference between the
 two corpora, divided by that of documents, is what a document costs; the rest is the start (imports,
-one model for every worker). Documents an hour depend on what else the machine does.
+one model for every worker). Documents an hour follow from it for a machine with a free core for
+every worker; the engine's cost is what a document costs more than with the plain command.
 """
 
 import argparse
 import json
 import os
 import resource
+import socket
 import subprocess
 import sys
 import tempfile
@@ -26,6 +28,7 @@ from corpus import texts_of
 
 FEW = 8
 PORT = 6391
+TOKENS = {"RAY_AUTH_MODE": "token"}  # how Ray protects a cluster that is named by its address
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -33,7 +36,7 @@ class Cluster:
     """A cluster of two processors, as processes that run until they are ended."""
 
     def __init__(self):
-        environment = {**os.environ, "RAY_worker_niceness": "0"}
+        environment = {**os.environ, **TOKENS, "RAY_worker_niceness": "0"}
         ray = Path(sys.executable).with_name("ray")
         options = ["--head", "--num-cpus=2", f"--port={PORT}", "--disable-usage-stats", "--block"]
         command = [ray, "start", *options, "--include-dashboard=false"]
@@ -41,7 +44,7 @@ class Cluster:
         self.process = subprocess.Popen(command, env=environment, stdout=quiet, stderr=quiet)
         self._seconds = {}
         threading.Thread(target=self._watch, daemon=True).start()
-        time.sleep(20)
+        self._wait()
 
     def seconds(self):
         """Processor seconds of all processes until now, also of those that have ended."""
@@ -51,6 +54,18 @@ class Cluster:
     def close(self):
         self.process.terminate()
         self.process.wait()
+
+    def _wait(self):
+        """Wait until the cluster has started."""
+        for _ in range(150):
+            if self.process.poll() is not None:
+                raise SystemExit("the cluster does not start: is another one running?")
+            with socket.socket() as connection:
+                if connection.connect_ex(("127.0.0.1", PORT)) == 0:
+                    time.sleep(20)  # the first process listens before the others have started
+                    return
+            time.sleep(2)
+        raise SystemExit("the cluster does not answer")
 
     def _watch(self):
         while self.process.poll() is None:
@@ -80,14 +95,13 @@ class Cluster:
 
 
 def run(model, corpus, store, num_workers, cluster):
-    """Seconds and processor seconds of a command."""
+    """Processor seconds of a command, and of the cluster while it ran."""
     words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
     if num_workers:
         words += ["--ray", "auto", "--workers", str(num_workers)]
-    begun = time.monotonic()
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     before_cluster = cluster.seconds()
-    environment = {**os.environ, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
+    environment = {**os.environ, **TOKENS, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
     ended = subprocess.run(
         [sys.executable, "-m", "kvcat", *words],
         capture_output=True,
@@ -100,7 +114,7 @@ def run(model, corpus, store, num_workers, cluster):
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     of_command = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     of_cluster = cluster.seconds() - before_cluster if num_workers else 0.0
-    return time.monotonic() - begun, of_command + of_cluster
+    return of_command + of_cluster
 
 
 def write_corpus(path, texts):
@@ -119,24 +133,29 @@ def main():
     _, tokenizer = kvcat.load(options.model)
     texts = texts_of(tokenizer, options.data, options.documents, options.tokens)
     print(f"{options.documents} documents of about {options.tokens} tokens on {options.model}")
-    print("                 processor seconds       seconds of the command")
-    print("engine           a document   the start  all documents")
+    print("                 processor seconds       documents     cost of")
+    print("engine           a document   the start    an hour  the engine")
     cluster = Cluster()
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             short_corpus = write_corpus(folder / "short.jsonl", texts[:FEW])
             whole_corpus = write_corpus(folder / "whole.jsonl", texts)
+            plain = 0.0
             for num_workers in (0, 1, 2):
                 stores = folder / f"few-{num_workers}", folder / f"all-{num_workers}"
-                _, few_seconds = run(options.model, short_corpus, stores[0], num_workers, cluster)
-                seconds, all_seconds = run(
-                    options.model, whole_corpus, stores[1], num_workers, cluster
-                )
+                few_seconds = run(options.model, short_corpus, stores[0], num_workers, cluster)
+                all_seconds = run(options.model, whole_corpus, stores[1], num_workers, cluster)
                 each = (all_seconds - few_seconds) / (len(texts) - FEW)
                 start = few_seconds - FEW * each
+                plain = plain or each
+                cost = each / plain - 1
+                an_hour = 3600 * max(1, num_workers) / each
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
-                print(f"{label:15s} {each:11.3f} {start:11.1f} {seconds:14.0f}", flush=True)
+                print(
+                    f"{label:15s} {each:11.3f} {start:11.1f} {an_hour:10.0f} {cost:11.1%}",
+                    flush=True,
+                )
     finally:
         cluster.close()
 

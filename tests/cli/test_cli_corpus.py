@@ -54,6 +54,20 @@ def test_a_corpus_is_compressed_described_and_continued(tiny_folder, corpus, sto
     assert "no cache of 'a/2': the document is empty" in said.err
 
 
+def test_ids_of_any_characters_are_described_on_one_line(tiny_folder, tmp_path, capsys):
+    ids = ["a\n\x1b[31mb", "x" * 9000]
+    rows = [json.dumps({"id": id, "text": "the cat sat"}) for id in ids]
+    (tmp_path / "corpus.jsonl").write_text("\n".join(rows))
+    store = tmp_path / "store"
+    assert kvcat("compress", tiny_folder, "--corpus", tmp_path / "corpus.jsonl", "-o", store) == 0
+    capsys.readouterr()
+    for id in ids:
+        assert kvcat("info", store, f"--id={id}") == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) == 7
+        assert all(line.isprintable() and len(line) < 1000 for line in lines)
+
+
 def test_generate_prints_json_and_ends_at_a_stop_text(tiny_folder, store, capsys):
     words = ["generate", tiny_folder, "--store", store, "--id", "a/0", "--max-new-tokens", 8]
     words += ["--prompt", "the cat", "--prompt", "the dog", "--json"]
@@ -187,13 +201,13 @@ def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
     assert "was made with keep_ratio 0.5, not 0.1" in message
 
 
-def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, corpus, tmp_path, capsys):
-    words = ["compress", tiny_folder, "--corpus", corpus, "--text-column", "body"]
-    assert kvcat(*words, "-o", tmp_path / "s") == 2
+def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, capsys):
+    file = tmp_path / "corpus.jsonl"
+    file.write_text(json.dumps({"id": "long", "text": "".join(sentences(60))}) + "\n")
+    assert kvcat("compress", tiny_folder, "--corpus", file, "-o", tmp_path / "s") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "kvcat: none of the 3 documents has a cache"
-    reason = "row 0 has no column 'body'; its columns: id, text"
-    assert Store(tmp_path / "s").rows[0].error == reason
+    assert last == "kvcat: none of the 1 documents has a cache"
+    assert "exceed the 256 positions" in Store(tmp_path / "s").rows[0].error
 
 
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):

@@ -8,8 +8,7 @@ import pytest
 from corpora import write_rows
 from pyarrow import parquet
 
-from kvcat.corpus import corpus_files, read_corpus
-from kvcat.corpus.plan import measure_corpus
+from kvcat.corpus import Corpus, corpus_files, left_out, read_corpus
 from tiny import refusal
 
 
@@ -64,9 +63,9 @@ def test_a_row_or_file_without_a_text_is_a_document_with_a_problem(tmp_path):
 
 def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path):
     twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "text": "x"}] * 2)
-    message = refusal(measure_corpus, documents(twice), lambda _: False)
+    message = refusal(Corpus.read, corpus_files(str(twice)))
     assert message == "two documents of the corpus have the id 'a'"
-    assert "no document" in refusal(measure_corpus, [], lambda _: False)
+    assert refusal(Corpus.read, []) == "the corpus has no document"
     parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "x.parquet")
     assert "no column 'text'; its columns: body" in refusal(documents, tmp_path / "x.parquet")
     columns = {"text_column": "body", "id_column": "name"}
@@ -79,6 +78,23 @@ def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path)
     assert "no column 'name'" in problems["typing-error.jsonl#1"]
 
 
+def test_columns_of_bytes_are_read_as_utf_8(tmp_path):
+    columns = {"id": [b"a", b"b\xff", b"c"], "text": [b"caf\xc3\xa9", b"the cat", b"caf\xe9"]}
+    parquet.write_table(pyarrow.table(columns), tmp_path / "x.parquet")
+    read = [(one.id, one.text, one.problem) for one in documents(tmp_path / "x.parquet")]
+    problem = "column 'text' holds bytes that are not UTF-8, not text"
+    assert read[0] == ("a", "caf\u00e9", None)
+    assert read[1] == ("x.parquet#1", "the cat", None)
+    assert read[2] == ("c", "", problem)
+
+
+def test_files_of_other_kinds_are_named(tmp_path):
+    for name in ["a.txt", "b.pdf", "C.TXT", ".hidden"]:
+        (tmp_path / name).touch()
+    files = corpus_files(str(tmp_path))
+    assert [path.name for path in left_out(str(tmp_path), files)] == ["C.TXT", "b.pdf"]
+
+
 def test_a_file_whose_name_is_not_utf_8_is_a_document(tmp_path):
     try:
         (tmp_path / os.fsdecode(b"bad\xff.txt")).write_text("x")
@@ -87,7 +103,7 @@ def test_a_file_whose_name_is_not_utf_8_is_a_document(tmp_path):
     assert [(one.id, one.text) for one in documents(tmp_path)] == [("bad\ufffd.txt", "x")]
 
 
-@pytest.mark.parametrize("source", ["missing", "installed", "hub:", "hub:owner/name"])
+@pytest.mark.parametrize("source", ["", " ", "missing", "installed", "hub:", "hub:owner/name"])
 def test_a_source_that_cannot_be_read_is_rejected_at_once(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

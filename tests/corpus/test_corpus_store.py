@@ -228,6 +228,14 @@ def test_shards_make_disjoint_parts_of_the_same_store(corpus, compress, tmp_path
     assert contents(tmp_path / "store") == contents(tmp_path / "once")
 
 
+def test_temporary_files_of_workers_that_died_are_removed(tmp_path):
+    for _ in range(2):
+        with open_writer(tmp_path, CorpusSettings().record()):
+            (tmp_path / "caches").mkdir(exist_ok=True)
+            (tmp_path / "caches" / ".partial-1-2-x.safetensors").touch()
+        assert not list(tmp_path.rglob(".partial-*"))
+
+
 def test_a_full_disk_ends_with_one_line_and_leaves_whole_files(corpus, compress, tmp_path):
     store = tmp_path / "store"
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -400,4 +408,5 @@ def test_a_remote_store_has_the_caches_of_a_local_one(corpus, compress, tmp_path
 
 
 def test_an_address_that_fsspec_does_not_know_is_rejected():
+    assert refusal(open_storage, "").startswith("the address of the store is empty")
     assert "cannot open nothing://x" in refusal(open_storage, "nothing://x")

@@ -99,7 +99,7 @@ class World:
                 start_new_session=True,
                 env={**os.environ, **quiet, "HF_HUB_OFFLINE": "1"},
             )
-        end = time.monotonic() + 600
+        end = time.monotonic() + 1800  # a busy machine is slow
         while (
             self.server.poll() is None
             and time.monotonic() < end
@@ -126,7 +126,7 @@ class World:
         data = None if body is None else json.dumps(body).encode()
         try:
             request = urllib.request.Request(f"http://localhost:{self.port}{path}", data, headers)
-            with urllib.request.urlopen(request, timeout=200) as reply:
+            with urllib.request.urlopen(request, timeout=900) as reply:
                 return reply.status, json.loads(reply.read() or b"{}")
         except urllib.error.HTTPError as error:
             return error.code, error.read().decode()

@@ -49,18 +49,21 @@ def budgets(
     files = list(corpus_files(corpus, text_column=text_column, id_column=id_column))
     random.Random(seed).shuffle(files)
 
-    import kvcat
-    from kvcat.compress import calibrate
+    from kvcat.compress.calibration import calibrate_on, excerpts
+    from kvcat.compress.tracing import check_positions
+    from kvcat.models import load, load_tokenizer, read_config
 
-    loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
-    calibrated = calibrate(
-        loaded,
-        tokenizer,
+    config = read_config(model)
+    check_positions(config, model, tokens, tokens, "self")
+    sample = excerpts(
+        load_tokenizer(model),
         (document.text for document in read_corpus(files)),
         num_documents=documents,
         num_tokens=tokens,
         seed=seed,
     )
+    loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
+    calibrated = calibrate_on(loaded, sample)
     if two_sizes:
         calibrated = calibrated.in_two_sizes()
     calibrated.save(output)

@@ -13,6 +13,8 @@ from kvcat.files import check_new_folder, write_json
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
 
+_MOST_CHARACTERS = 200  # of a value that ``kvcat info`` shows
+
 
 def check_caches(
     cache: opt.Files,
@@ -247,6 +249,12 @@ def _print_rows(rows: dict[str, str]) -> None:
         print(f"{name:<{width}} {text}")
 
 
+def _shown(value: str) -> str:
+    """A value on one line of a terminal, shortened."""
+    short = value if len(value) <= _MOST_CHARACTERS else f"{value[:_MOST_CHARACTERS]}..."
+    return short if short.isprintable() else repr(short)
+
+
 def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     """What ``kvcat info`` shows about a cache, by name."""
     keys = cache.layers[0].head(0, 0)[0]
@@ -271,7 +279,7 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
         f"the dense cache in {8 * item_size} bits",
         "method": method,
         "model": f"{model}, fingerprint {cache.fingerprint[:12]}",
-        "settings": ", ".join(f"{key} {value}" for key, value in sorted(settings.items())),
+        "settings": ", ".join(f"{key} {_shown(value)}" for key, value in sorted(settings.items())),
         "slots by layer": " ".join(
             f"{layer_counts.double().mean():.4g}" for layer_counts in counts
         ),

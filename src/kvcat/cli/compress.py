@@ -215,24 +215,20 @@ def _compress_text(
     import kvcat
     from kvcat.compress import (
         Quantized,
-        document_trace,
         protected_ranges,
         protecting,
+        reconstruction,
         seeded_compressor,
         slots_and_bits,
     )
+    from kvcat.compress.documents import check_length, sequence_trace
+    from kvcat.models import load_tokenizer, read_config
 
     compressor = seeded_compressor(name, options, seed)
-    loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
-    trace = document_trace(
-        loaded,
-        tokenizer,
-        document,
-        supervision=supervision,
-        chat=chat,
-        allow_special=allow_special,
-        room=room,
-    )
+    config = read_config(model)
+    tokenizer = load_tokenizer(model)
+    sequence = reconstruction(tokenizer, document, chat=chat, allow_special=allow_special)
+    check_length(config, sequence, supervision)
     ranges = protected_ranges(
         tokenizer,
         document,
@@ -241,6 +237,8 @@ def _compress_text(
         chat=chat,
         allow_special=allow_special,
     )
+    loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
+    trace = sequence_trace(loaded, sequence, supervision=supervision, room=room)
     trace = protecting(trace, ranges)
     is_quantized = isinstance(compressor, Quantized)
     cache_bits = compressor.bits if is_quantized else None

@@ -1,7 +1,7 @@
 """``kvcat compress --corpus``: the caches of many documents, as a store."""
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -56,7 +56,14 @@ def compress_to_store(
     early.check_device(device)
     early.check_model(model)
 
-    from kvcat.corpus import CorpusSettings, check_store, compress_corpus, corpus_files
+    from kvcat.corpus import (
+        Corpus,
+        CorpusSettings,
+        check_store,
+        corpus_files,
+        fill_store,
+        left_out,
+    )
 
     settings = CorpusSettings(
         method=method,
@@ -71,8 +78,9 @@ def compress_to_store(
         check=check,
     )
     columns = {"text_column": text_column or "text", "id_column": id_column or "id"}
-    corpus_files(corpus, **columns, store=output)
-    check_store(output, {**settings.record(), "dtype": dtype})
+    files = corpus_files(corpus, **columns, store=output)
+    check_store(output, {**settings.record(), "dtype": dtype}, shard_numbers)
+    _show_left_out(left_out(corpus, files))
     if ray is not None:
         from kvcat.corpus.ray_engine import compress_on_ray
 
@@ -89,18 +97,21 @@ def compress_to_store(
             **columns,
         )
     else:
-        import kvcat
+        from kvcat.models import load, load_tokenizer, read_config
 
-        loaded, tokenizer = kvcat.load(model, dtype=dtype, device=device)
-        result = compress_corpus(
+        read_config(model)
+        tokenizer = load_tokenizer(model)
+        settings.check_tokenizer(tokenizer)
+        documents = Corpus.read(files)
+        loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
+        result = fill_store(
             loaded,
             tokenizer,
-            corpus,
+            documents,
             output,
             settings,
             shard=shard_numbers,
             show_progress=True,
-            **columns,
         )
     _show(result, output, settings)
     if shard_numbers is None and result.num_made + result.num_kept == 0:
@@ -114,6 +125,15 @@ def _parse_shard(text: str) -> tuple[int, int]:
     if not is_number or not int(number) < int(count):
         raise InputError(f"--shard is {text!r}; it is RANK/COUNT with RANK from 0 to COUNT - 1")
     return int(number), int(count)
+
+
+def _show_left_out(files: Sequence[Path]) -> None:
+    """Name on standard error the kinds of files that are no documents."""
+    if files:
+        kinds = sorted({file.suffix or file.name for file in files})
+        dots = ", ..." if len(kinds) > _SHOWN_FAILURES else ""
+        shown = ", ".join(kinds[:_SHOWN_FAILURES])
+        print(f"left out: {len(files)} files of other kinds ({shown}{dots})", file=sys.stderr)
 
 
 def _show(result: "CorpusResult", output: str, settings: "CorpusSettings") -> None:

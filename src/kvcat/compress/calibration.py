@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
@@ -85,7 +85,7 @@ class CalibratedBudgets:
         Raises:
             InputError: another model, or an average below the smallest size that was measured.
         """
-        self._check_fingerprint(prefix.fingerprint, prefix.model)
+        self.check_fingerprint(prefix.fingerprint, model_name(prefix.model))
         self._check_prefix(prefix, num_slots)
         prefix_len = prefix.max_slots
         counts_of_layers = [prefix.counts(layer).tolist() for layer in range(len(prefix.keys))]
@@ -129,9 +129,15 @@ class CalibratedBudgets:
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Reject another model with an ``InputError``."""
-        self._check_fingerprint(fingerprint(model), model)
+        self.check_fingerprint(fingerprint(model), model_name(model))
 
-    def _check_fingerprint(self, known: str, model: PreTrainedModel) -> None:
+    def check_fingerprint(self, known: str, name: str) -> None:
+        """Reject a model of another fingerprint with an ``InputError``.
+
+        Args:
+            known: fingerprint of the model.
+            name: of the model, for the message.
+        """
         if not are_comparable(self.fingerprint, known):
             raise InputError(
                 f"the budgets of {self.model} are of an older kvcat: `kvcat budgets` again"
@@ -139,7 +145,7 @@ class CalibratedBudgets:
         if self.fingerprint != known:
             raise InputError(
                 f"the budgets belong to {self.model} (fingerprint {self.fingerprint[:12]}), not to "
-                f"{model_name(model)} ({known[:12]})"
+                f"{name} ({known[:12]})"
             )
 
     def _check_prefix(self, prefix: Trace, num_slots: int) -> None:
@@ -242,37 +248,75 @@ def calibrate(
 
     Args:
         model, tokenizer: the ones that will answer.
-        texts: documents; the first of them that are long enough are used.
+        texts, num_documents, num_tokens, seed: as in ``excerpts``.
+
+    Raises:
+        InputError: no document is long enough, or an excerpt too long for the model's positions.
+    """
+    return calibrate_on(
+        model,
+        excerpts(tokenizer, texts, num_documents=num_documents, num_tokens=num_tokens, seed=seed),
+    )
+
+
+def excerpts(
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Iterable[str],
+    *,
+    num_documents: int,
+    num_tokens: int,
+    seed: int = 0,
+) -> list[Int[Tensor, "1 tokens"]]:
+    """Token ids of an excerpt of each of the first texts that are long enough.
+
+    Args:
+        tokenizer: the model's.
+        texts: documents.
         num_documents: most documents to use.
         num_tokens: of an excerpt, at a random place of each document; at least 2.
         seed: of the places.
 
     Raises:
-        InputError: no document is long enough, or an excerpt too long for the model's positions.
+        InputError: no document is long enough.
     """
     if num_documents < 1 or num_tokens < 2:
         raise InputError(
             "calibration needs a document of at least 2 tokens, not "
             f"{num_documents} of {num_tokens}"
         )
+    sample = list(islice(_excerpts(tokenizer, texts, num_tokens, seed), num_documents))
+    if not sample:
+        raise InputError(f"no document has {num_tokens} tokens: name fewer --tokens")
+    return sample
+
+
+def calibrate_on(
+    model: PreTrainedModel, documents: Sequence[Int[Tensor, "1 tokens"]]
+) -> CalibratedBudgets:
+    """The budgets of a model, from the mean error curves of documents of equal length.
+
+    Args:
+        model: the one that will answer.
+        documents: token ids of at least one document.
+
+    Raises:
+        InputError: documents too long for the model's positions.
+    """
+    num_tokens = documents[0].shape[1]
     sizes = calibration_sizes(num_tokens)
     totals: dict[HeadIndex, np.ndarray] = {}
-    num_used = 0
-    for ids in islice(_excerpts(tokenizer, texts, num_tokens, seed), num_documents):
+    for ids in documents:
         document = trace(model, ids.to(model.device), supervision="self")
-        num_used += 1
         for head, curve in document_curves(document, sizes).items():
             totals[head] = totals.get(head, 0.0) + np.array(list(curve.values()))
-    if not num_used:
-        raise InputError(f"no document has {num_tokens} tokens: name fewer --tokens")
     num_layers = 1 + max(layer for layer, _, _ in totals)
     by_layer: list[list[tuple[float, ...]]] = [[] for _ in range(num_layers)]
     for (layer, _, _), total in sorted(totals.items(), key=itemgetter(0)):
-        by_layer[layer].append(tuple((total / num_used).tolist()))
+        by_layer[layer].append(tuple((total / len(documents)).tolist()))
     return CalibratedBudgets(
         model=model_name(model),
         fingerprint=fingerprint(model),
-        num_documents=num_used,
+        num_documents=len(documents),
         num_tokens=num_tokens,
         sizes=tuple(sizes),
         errors=tuple(map(tuple, by_layer)),

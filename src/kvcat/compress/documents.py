@@ -5,13 +5,13 @@ from dataclasses import replace
 from typing import get_args
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.choices import DocumentSupervision
 from kvcat.compress.chat import ChatTemplate, chat_parts
 from kvcat.compress.trace import Range, Reconstruction, Trace
-from kvcat.compress.tracing import trace
+from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError
 from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
@@ -154,6 +154,21 @@ def sequence_trace(
         own_queries = trace(model, document, supervision="self", room=room)
         return replace(own_queries, about=sequence.about)
     return trace(model, replace(sequence, input_ids=ids), room=room)
+
+
+def check_length(config: PreTrainedConfig, sequence: Reconstruction, supervision: str) -> None:
+    """Raise an ``InputError`` if a document is too long for the model's positions.
+
+    Args:
+        config: of the model.
+        sequence: the document, with the copy that supervises.
+        supervision: as in ``document_trace``.
+    """
+    num_tokens = sequence.input_ids.shape[1]
+    if supervision == "self":
+        num_tokens = sequence.prefix_len
+    name = (config.architectures or [config.model_type])[0]
+    check_positions(config, name, num_tokens, sequence.prefix_len, supervision)
 
 
 def protected_ranges(

@@ -6,7 +6,7 @@ from typing import NamedTuple, cast, get_args
 
 import torch
 from torch.nn.functional import pad
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcat.cache import (
     CompactCache,
@@ -69,7 +69,9 @@ def trace(
     sequence = _sequence(input_ids, prefix_len, supervision)
     prefix_len = sequence.prefix_len
     num_tokens = sequence.input_ids.shape[1]
-    _check_model(model, num_tokens, prefix_len, sequence.supervision)
+    check_positions(
+        model.config, type(model).__name__, num_tokens, prefix_len, sequence.supervision
+    )
     is_followed = sequence.supervision not in ("self", "reconstruction")
     expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
     whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
@@ -319,12 +321,18 @@ def _split_layers(
     return whole, compressed
 
 
-def _check_model(
-    model: PreTrainedModel, num_tokens: int, prefix_len: int, supervision: Supervision
+def check_positions(
+    config: PreTrainedConfig, name: str, num_tokens: int, prefix_len: int, supervision: str
 ) -> None:
-    """Raise an ``InputError`` if a sequence exceeds the model's positions."""
-    name = type(model).__name__
-    positions = positions_of(model.config)
+    """Raise an ``InputError`` if a sequence exceeds the model's positions.
+
+    Args:
+        config, name: of the model.
+        num_tokens: of the whole sequence.
+        prefix_len: tokens to compress.
+        supervision: as in ``trace``.
+    """
+    positions = positions_of(config)
     if num_tokens <= positions:
         return
     advice = ""

@@ -9,11 +9,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, document_digest, fingerprint
 from kvcat.compress import (
-    Compressor,
     Reconstruction,
     Trace,
     reconstruction,
-    seeded_compressor,
     split_supervision,
     supervised_kl,
 )
@@ -26,7 +24,6 @@ from kvcat.corpus.storage import Storage
 from kvcat.corpus.store import CHECKSUM_ENTRY
 from kvcat.errors import InputError
 from kvcat.models import model_name
-from kvcat.options import parse_spec
 
 HELD_OUT = 0.25
 """Fraction of the supervising positions, the last ones, at which ``check`` measures the KL."""
@@ -61,10 +58,8 @@ def encode_document(
     document: CorpusDocument, tokenizer: PreTrainedTokenizerBase, settings: CorpusSettings
 ) -> EncodedDocument:
     """The document as token ids, or why that is not possible."""
-    if document.problem is not None:
-        return EncodedDocument(document, problem=document.problem)
-    if not document.text.strip():
-        return EncodedDocument(document, problem="the document is empty")
+    if document.reason is not None:
+        return EncodedDocument(document, problem=document.reason)
     try:
         sequence = reconstruction(
             tokenizer,
@@ -97,7 +92,7 @@ class CorpusCompressor:
         self.tokenizer = tokenizer
         self.settings = settings
         self.storage = storage
-        self._compressor = _make_compressor(settings)
+        self._compressor = settings.compressor()
         self._about = {
             "method": settings.method,
             "model": model_name(model),
@@ -190,14 +185,6 @@ class CorpusCompressor:
     def _failed(self, encoded: EncodedDocument, error: str) -> Row:
         document = encoded.document
         return Row.failed(document.id, document.checksum, error, self._about)
-
-
-def _make_compressor(settings: CorpusSettings) -> Compressor:
-    """The compressor of a store, with its bits and seed."""
-    name, options = parse_spec(settings.method)
-    if settings.bits is not None:
-        options["bits"] = settings.bits
-    return seeded_compressor(name, options, settings.seed)
 
 
 def _reason(error: Exception) -> str:

@@ -5,8 +5,7 @@ from dataclasses import dataclass, replace
 
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.corpus.compressor import EncodedDocument
-from kvcat.corpus.sources import CorpusDocument
-from kvcat.errors import InputError
+from kvcat.corpus.sources import Corpus, CorpusDocument
 
 WINDOW_DOCUMENTS = 1024
 WINDOW_CHARACTERS = 1 << 24
@@ -17,9 +16,13 @@ BATCH_TOKENS = CHUNK_TOKENS
 Encode = Callable[[CorpusDocument], EncodedDocument]
 
 
+Has = Callable[[str, str], bool]
+"""Whether a store has the cache of a document, from its id and the checksum of its text."""
+
+
 @dataclass(frozen=True)
 class CorpusSize:
-    """What a first reading of a corpus shows.
+    """How much of a corpus is missing in a store.
 
     Args:
         num_documents: documents of the corpus.
@@ -32,33 +35,21 @@ class CorpusSize:
     missing_characters: int
 
 
-def measure_corpus(
-    documents: Iterable[CorpusDocument], has: Callable[[CorpusDocument], bool]
-) -> CorpusSize:
-    """The size of a corpus, and of what a store does not have.
-
-    Raises:
-        InputError: two documents with one id, or no document.
-    """
-    ids: set[str] = set()
+def missing_in(has: Has, corpus: Corpus) -> CorpusSize:
+    """How much of a corpus a store does not have."""
     num_missing = 0
     missing_characters = 0
-    for document in documents:
-        if document.id in ids:
-            raise InputError(f"two documents of the corpus have the id {document.id[:80]!r}")
-        ids.add(document.id)
-        if not has(document):
+    for id, content in corpus.contents.items():
+        if not has(id, content.checksum):
             num_missing += 1
-            missing_characters += len(document.text)
-    if not ids:
-        raise InputError("the corpus has no document")
-    return CorpusSize(len(ids), num_missing, missing_characters)
+            missing_characters += content.num_characters
+    return CorpusSize(len(corpus.contents), num_missing, missing_characters)
 
 
 def planned_batches(
     documents: Iterable[CorpusDocument],
     encode: Encode,
-    has: Callable[[CorpusDocument], bool],
+    has: Has,
     shard: tuple[int, int] | None = None,
 ) -> Iterator[list[EncodedDocument]]:
     """Batches of equal length, the longest of a window first, each with a document to make.
@@ -74,7 +65,7 @@ def planned_batches(
     """
     number, count = shard or (0, 1)
     for window_index, window in enumerate(_windows(documents)):
-        made = {document.id for document in window if has(document)}
+        made = {one.id for one in window if has(one.id, one.checksum)}
         if len(made) == len(window):
             continue
         encoded = [replace(encode(one), is_made=one.id in made) for one in window]

@@ -11,10 +11,10 @@ from typing import Any
 from kvcat.cache import fingerprint
 from kvcat.corpus.compressor import CorpusCompressor, EncodedDocument, encode_document
 from kvcat.corpus.manifest import Row
-from kvcat.corpus.plan import measure_corpus, planned_batches
+from kvcat.corpus.plan import missing_in, planned_batches
 from kvcat.corpus.run import CorpusResult, record_rows
 from kvcat.corpus.settings import CorpusSettings
-from kvcat.corpus.sources import CorpusDocument, corpus_files, read_corpus
+from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.storage import open_storage
 from kvcat.corpus.store import open_writer
 from kvcat.models import load, load_tokenizer, model_name
@@ -101,7 +101,9 @@ def compress_on_ray(
     store = absolute(store)
     model = absolute(model) if Path(model).expanduser().exists() else model
     files = corpus_files(str(source), text_column=text_column, id_column=id_column, store=store)
+    corpus = Corpus.read(files)
     tokenizer = load_tokenizer(model)
+    settings.check_tokenizer(tokenizer)
     connect(address)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -110,14 +112,15 @@ def compress_on_ray(
     identify: Any = ray.remote(**resources)(_identity)
     with worker_errors():
         identity = ray.get(identify.remote(model, device, dtype))
+    settings.check_model(identity["fingerprint"], identity["model"])
     about = {**settings.record(), "dtype": dtype, **identity}
 
     def encode(document: CorpusDocument) -> EncodedDocument:
         return encode_document(document, tokenizer, settings)
 
     with open_writer(store, about) as writer:
-        size = measure_corpus(read_corpus(files), writer.has)
-        batches = list(planned_batches(read_corpus(files), encode, writer.has))
+        size = missing_in(writer.has, corpus)
+        batches = list(planned_batches(corpus.documents(), encode, writer.has))
         most = workers or num_devices(device)
         data = ray.data.from_items(
             [{_BATCH: _as_json(batch)} for batch in batches],

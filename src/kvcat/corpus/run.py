@@ -13,9 +13,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import fingerprint
 from kvcat.corpus.compressor import CorpusCompressor, EncodedDocument, encode_document
 from kvcat.corpus.manifest import Row
-from kvcat.corpus.plan import CorpusSize, measure_corpus, planned_batches
+from kvcat.corpus.plan import CorpusSize, missing_in, planned_batches
 from kvcat.corpus.settings import CorpusSettings
-from kvcat.corpus.sources import CorpusDocument, corpus_files, read_corpus
+from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.store import StoreWriter, open_writer
 from kvcat.errors import InputError
 from kvcat.models import model_name
@@ -68,23 +68,57 @@ def compress_corpus(
         show_progress: show a bar on standard error.
 
     Raises:
-        InputError: no such corpus or one with an id twice; a store that was made with another
-            model or other settings; another process that writes to the store; a full disk.
+        InputError: no such corpus, one with an id twice or without any text; a method's file of
+            budgets of another model; a store that was made with another model or other settings;
+            another process that writes to the store; a full disk.
     """
-    settings = settings or CorpusSettings()
-    check_shard(shard)
     files = corpus_files(
         str(source), text_column=text_column, id_column=id_column, store=str(store)
     )
+    return fill_store(
+        model,
+        tokenizer,
+        Corpus.read(files),
+        store,
+        settings or CorpusSettings(),
+        shard=shard,
+        show_progress=show_progress,
+    )
+
+
+def fill_store(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus,
+    store: str | Path,
+    settings: CorpusSettings,
+    *,
+    shard: tuple[int, int] | None = None,
+    show_progress: bool = False,
+) -> CorpusResult:
+    """Compress every document of a corpus that a store does not have.
+
+    Args:
+        corpus: a corpus that was read once.
+        model, tokenizer, store, settings, shard, show_progress: as in ``compress_corpus``.
+
+    Raises:
+        InputError: as ``compress_corpus``; nothing is written if model, settings or shard do not
+            fit.
+    """
+    check_shard(shard)
+    settings.check_tokenizer(tokenizer)
+    about = {"model": model_name(model), "fingerprint": fingerprint(model)}
+    settings.check_model(about["fingerprint"], about["model"])
 
     def encode(document: CorpusDocument) -> EncodedDocument:
         return encode_document(document, tokenizer, settings)
 
-    about = {**settings.record(), "dtype": dtype_name(model), "model": model_name(model)}
-    with open_writer(store, {**about, "fingerprint": fingerprint(model)}, shard) as writer:
+    recorded = {**settings.record(), "dtype": dtype_name(model), **about}
+    with open_writer(store, recorded, shard) as writer:
         compressor = CorpusCompressor(model, tokenizer, settings, writer.storage)
-        size = measure_corpus(read_corpus(files), writer.has)
-        batches = planned_batches(read_corpus(files), encode, writer.has, shard)
+        size = missing_in(writer.has, corpus)
+        batches = planned_batches(corpus.documents(), encode, writer.has, shard)
         rows = ((batch, compressor(batch)) for batch in batches)
         return record_rows(writer, size, rows, show_progress=show_progress)
 

@@ -4,8 +4,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, get_args
 
+from transformers import PreTrainedTokenizerBase
+
 from kvcat.choices import DocumentSupervision
+from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_files, load_budgets
+from kvcat.compress.chat import ChatTemplate
 from kvcat.errors import InputError, check_least
 from kvcat.options import parse_spec
 
@@ -64,6 +68,32 @@ class CorpusSettings:
                 f"{what} needs supervision reconstruction: the document alone leaves nothing to "
                 "predict"
             )
+        self.compressor()
+
+    def compressor(self) -> Compressor:
+        """The method with its options, bits and seed.
+
+        Raises:
+            InputError: an unknown method or option, or a value that is not valid.
+        """
+        name, options = parse_spec(self.method)
+        if self.bits is not None:
+            options["bits"] = self.bits
+        return seeded_compressor(name, options, self.seed)
+
+    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Raise an ``InputError`` if documents need a chat template that the tokenizer lacks."""
+        if self.chat:
+            ChatTemplate(tokenizer)
+
+    def check_model(self, fingerprint: str, model: str) -> None:
+        """Raise an ``InputError`` if the method's file of budgets belongs to another model.
+
+        Args:
+            fingerprint, model: fingerprint and name of the model.
+        """
+        for file in budget_files(self.method):
+            load_budgets(file).check_fingerprint(fingerprint, model)
 
     def record(self) -> dict[str, Any]:
         """The settings as JSON values by name.

@@ -1,15 +1,22 @@
 """The documents of a corpus: text files of a folder, rows of tables, data sets of the Hub."""
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import fsspec
 
-from kvcat.data import SUFFIXES, SourceFile, open_rows, open_source, row_columns
+from kvcat.data import (
+    SUFFIXES,
+    SourceFile,
+    open_rows,
+    open_source,
+    row_columns,
+    text_or_bytes,
+)
 from kvcat.errors import InputError, one_line
 from kvcat.hub import HUB_PREFIX
 from kvcat.tokenization import repaired
@@ -32,11 +39,75 @@ class CorpusDocument:
     text: str = ""
     problem: str | None = None
 
+    @property
+    def reason(self) -> str | None:
+        """Why the document cannot have a cache of any model; None if it has a text."""
+        if self.problem is not None:
+            return self.problem
+        return None if self.text.strip() else "the document is empty"
+
     @cached_property
     def checksum(self) -> str:
         """A hash of the text: a document with another text has another checksum."""
         content = self.text if self.problem is None else f"{self.problem}\0"
         return hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
+class Content(NamedTuple):
+    """What identifies a document's text, and what it costs.
+
+    Args:
+        checksum: hash of the text.
+        num_characters: its length.
+    """
+
+    checksum: str
+    num_characters: int
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A corpus that was read once: no id occurs twice, and some document has a text.
+
+    Args:
+        files: its files.
+        contents: contents of all documents, by id.
+    """
+
+    files: Sequence[SourceFile]
+    contents: Mapping[str, Content]
+
+    @classmethod
+    def read(cls, files: Sequence[SourceFile]) -> "Corpus":
+        """The corpus in some files, of which it keeps no text.
+
+        Raises:
+            InputError: two documents with one id, no document, or none with a text; and as
+                ``read_corpus``.
+        """
+        contents: dict[str, Content] = {}
+        failure = None
+        num_texts = 0
+        for document in read_corpus(files):
+            if document.id in contents:
+                raise InputError(f"two documents of the corpus have the id {document.id[:80]!r}")
+            contents[document.id] = Content(document.checksum, len(document.text))
+            if document.reason is None:
+                num_texts += 1
+            elif failure is None:
+                failure = document
+        if failure is None and not num_texts:
+            raise InputError("the corpus has no document")
+        if failure is not None and not num_texts:
+            raise InputError(
+                f"none of the {len(contents)} documents of the corpus has a text; the first, "
+                f"{failure.id[:80]!r}: {failure.reason}"
+            )
+        return cls(files, contents)
+
+    def documents(self) -> Iterator[CorpusDocument]:
+        """All documents, in order; they are read again."""
+        return read_corpus(self.files)
 
 
 def corpus_files(
@@ -58,6 +129,8 @@ def corpus_files(
         InputError: no such source, a file of another kind, or no connection to the Hub (within
             seconds).
     """
+    if not source.strip():
+        raise InputError("the name of the corpus is empty: name a folder, a file or hub:NAME")
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
     if not source.startswith(HUB_PREFIX) and store and "://" not in store:
@@ -72,6 +145,18 @@ def corpus_files(
             f"text files ({', '.join(SUFFIXES['text'])})"
         )
     return [replace(file, text_field=text_column, id_field=id_column) for file in files]
+
+
+def left_out(source: str, files: Sequence[SourceFile]) -> list[Path]:
+    """The files of a corpus' folder that are no documents because of their kind, without hidden
+    ones.
+    """
+    folder = Path(source).expanduser()
+    if source.startswith(HUB_PREFIX) or not folder.is_dir():
+        return []
+    known = {Path(file.url) for file in files}
+    others = sorted(path for path in folder.rglob("*") if path.is_file() and path not in known)
+    return [path for path in others if not path.name.startswith(".")]
 
 
 def read_corpus(files: Iterable[SourceFile]) -> Iterator[CorpusDocument]:
@@ -116,8 +201,8 @@ def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) ->
         columns, _ = row_columns(values, row, file)
     except InputError as error:
         return CorpusDocument(repaired(default_id), problem=str(error))
-    recorded_id = columns.get(file.id_field)
-    has_id = recorded_id is not None and recorded_id != ""
+    recorded_id = text_or_bytes(columns.get(file.id_field))
+    has_id = recorded_id not in (None, "") and not isinstance(recorded_id, bytes)
     name = repaired(str(recorded_id) if has_id else default_id)
     wanted = [file.text_field]
     if file.id_field != DEFAULT_ID_COLUMN:  # rows of most tables have no id, but the user named one
@@ -129,8 +214,9 @@ def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) ->
         if file.kind == "parquet":  # no row of the table has it
             raise InputError(f"{file.url}: {reason}")
         return CorpusDocument(name, problem=reason)
-    text = columns[file.text_field]
+    text = text_or_bytes(columns[file.text_field])
     if not isinstance(text, str):
-        kind = "nothing" if text is None else type(text).__name__
+        kinds = {"NoneType": "nothing", "bytes": "bytes that are not UTF-8"}
+        kind = kinds.get(type(text).__name__, type(text).__name__)
         return CorpusDocument(name, problem=f"column {file.text_field!r} holds {kind}, not text")
     return CorpusDocument(name, repaired(text.removeprefix("\ufeff")))

@@ -158,6 +158,7 @@ class LocalStorage(Storage):
                 self._check_no_shard()
                 self._remove_partial()
                 yield
+                self._remove_partial()  # of a worker on a cluster that died
             return
         with ExitStack() as stack:
             with self.starter():
@@ -304,6 +305,8 @@ def open_storage(address: str | Path) -> Storage:
         InputError: an unknown kind of address, or one whose package is not installed.
     """
     text = str(address)
+    if not text.strip():
+        raise InputError("the address of the store is empty: name a folder or s3://BUCKET/STORE")
     if "://" not in text:
         return LocalStorage(Path(text).expanduser())
     try:

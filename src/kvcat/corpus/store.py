@@ -20,7 +20,6 @@ from kvcat.corpus.manifest import (
     write_manifest,
 )
 from kvcat.corpus.settings import check_same
-from kvcat.corpus.sources import CorpusDocument
 from kvcat.corpus.storage import LocalStorage, Storage, open_storage
 from kvcat.errors import InputError
 
@@ -117,7 +116,12 @@ class Store:
         row = self.row(id)
         if row.error is not None:
             raise InputError(f"document {_shown(id)} has no cache: {row.error}")
-        cache = self._storage.load_cache(cache_file(id))
+        try:
+            cache = self._storage.load_cache(cache_file(id))
+        except InputError as error:
+            raise InputError(
+                f"{error}; without this file, the run that made the store makes it again"
+            ) from None
         if cache.metadata.get(CHECKSUM_ENTRY) != row.checksum:
             self.refresh()
             row = self.row(id)
@@ -151,14 +155,19 @@ class StoreWriter:
         self._start = time.monotonic()
         self._last_append = self._start
 
-    def has(self, document: CorpusDocument) -> bool:
-        """Whether the store had the cache of this text under this id when it was opened."""
-        row = self.rows.get(document.id)
-        if row is None or row.error is not None or row.checksum != document.checksum:
+    def has(self, id: str, checksum: str) -> bool:
+        """Whether the store had the cache of a text under an id when it was opened.
+
+        Args:
+            id: of the document.
+            checksum: of its text.
+        """
+        row = self.rows.get(id)
+        if row is None or row.error is not None or row.checksum != checksum:
             return False
         if self._fingerprint not in (None, row.fingerprint):  # a manifest of another store
             return False
-        return cache_file(document.id) in self._files
+        return cache_file(id) in self._files
 
     def add(self, rows: Sequence[Row]) -> None:
         """Record documents whose caches are in the store, or that cannot have one."""
@@ -194,15 +203,14 @@ def open_writer(
         InputError: a store with other settings; a folder with other files; another writer.
     """
     storage = open_storage(address)
-    name = "all" if shard is None else f"{shard[0]}-of-{shard[1]}"
-    with storage.writer(None if shard is None else name):
+    with storage.writer(_part(shard)):
         with ExitStack() as stack:
             if shard is not None:
                 stack.enter_context(storage.starter())
             _claim(storage, settings)
         # a remote store may have several writers, each with its log
         unique = "" if isinstance(storage, LocalStorage) else f"-{uuid.uuid4().hex[:12]}"
-        journal = f"{JOURNAL}/{name}{unique}.jsonl"
+        journal = f"{JOURNAL}/{_part(shard) or 'all'}{unique}.jsonl"
         writer = StoreWriter(storage, read_rows(storage), journal, settings.get("fingerprint"))
         try:
             yield writer
@@ -215,7 +223,9 @@ def open_writer(
                 write_manifest(storage, read_rows(storage).values())
 
 
-def check_store(address: str | Path, settings: Mapping[str, Any]) -> None:
+def check_store(
+    address: str | Path, settings: Mapping[str, Any], shard: tuple[int, int] | None = None
+) -> None:
     """Raise an ``InputError`` if ``open_writer`` would; the model is not compared.
 
     It costs little and comes before the model is loaded.
@@ -224,9 +234,16 @@ def check_store(address: str | Path, settings: Mapping[str, Any]) -> None:
     recorded = read_settings(storage)
     if recorded is not None:
         check_same(storage.address, recorded, settings)
+        with storage.writer(_part(shard)):
+            read_rows(storage)
     elif storage.occupant() not in (None, JOURNAL):
         _reject_other_files(storage)
     storage.check_writable()
+
+
+def _part(shard: tuple[int, int] | None) -> str | None:
+    """The name of one of several parts of a store; None: all of it."""
+    return None if shard is None else f"{shard[0]}-of-{shard[1]}"
 
 
 def read_settings(storage: Storage) -> dict[str, Any] | None:

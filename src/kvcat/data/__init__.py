@@ -8,6 +8,7 @@ from kvcat.data.documents import (
     open_rows,
     open_source,
     row_columns,
+    text_or_bytes,
 )
 from kvcat.data.packing import Encoder, pack
 from kvcat.data.split import Split, hash_order, name_seed, split_documents, split_of
@@ -34,4 +35,5 @@ __all__ = [
     "row_columns",
     "split_documents",
     "split_of",
+    "text_or_bytes",
 ]

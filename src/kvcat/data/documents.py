@@ -226,10 +226,10 @@ def _decoded(batch: pyarrow.RecordBatch) -> list[dict[str, Any]]:
         is_text = pyarrow.types.is_string(column.type) or pyarrow.types.is_large_string(column.type)
         columns.append(column.cast(pyarrow.large_binary()) if is_text else column)
     rows = pyarrow.RecordBatch.from_arrays(columns, batch.schema.names).to_pylist()
-    return [{name: _text_or_bytes(value) for name, value in row.items()} for row in rows]
+    return [{name: text_or_bytes(value) for name, value in row.items()} for row in rows]
 
 
-def _text_or_bytes(value: Any) -> Any:
+def text_or_bytes(value: Any) -> Any:
     """Text for bytes that are UTF-8; any other value unchanged."""
     if not isinstance(value, bytes):
         return value
@@ -290,7 +290,7 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
     if file.text_field not in columns:
         names = ", ".join(columns)
         raise InputError(f"{where} has no column {file.text_field!r}; its columns: {names}")
-    text = _text_or_bytes(columns[file.text_field])
+    text = text_or_bytes(columns[file.text_field])
     if text is None:
         return None
     if isinstance(text, bytes):
