@@ -38,7 +38,7 @@ def test_with_own_moments_and_no_weight_of_the_mask_the_model_is_the_controls(
     common = {"seq_len": 32, "batch_size": 2, "max_steps": 3, "warmup_steps": 1, "seed": 3}
     common |= {"peak_lr": 1e-2, "min_lr": 1e-3}
     words = ["own-moments", "--model", tiny_folder, "--data", texts_folder, "--num-groups", 1]
-    words += ["--output", tmp_path / "apart", "--mask-weight", 0]
+    words += ["--output", tmp_path / "apart", "--mask-weight", 0.0]
     for name, value in common.items():
         words += ["--" + name.replace("_", "-"), value]
     apart = price.train(price.parse_arguments([str(word) for word in words]))

@@ -14,7 +14,7 @@ from kvcat.compress.queries import fitted_queries
 from kvcat.models import MaskedPass
 from kvcat.policies import SparsificationPolicy
 from stays_double import StaysDouble
-from tiny import loud_model, refusal
+from tiny import byte_tokenizer, loud_model, refusal
 
 PREFIX, TOKENS = 24, 34
 FULL = ["full_attention", "full_attention"]
@@ -116,12 +116,12 @@ def test_a_session_that_fits_its_budget_scores_as_the_model_and_a_smaller_one_co
     dense.set_attn_implementation("eager")
     with StaysDouble(), torch.no_grad():
         expected = dense(input_ids=ids[:1], use_cache=False).logits[0, PREFIX:]
-        session = kvcat.Session(model, None, budget=64, tail=8)
+        session = kvcat.Session(model, byte_tokenizer(), budget=64, tail=8)
         session.append(ids[0, :10])
         session.append(ids[0, 10:PREFIX])
         actual = session.score(ids[0, PREFIX:])
     torch.testing.assert_close(actual.view_as(expected), expected, rtol=0, atol=1e-8)
-    small = kvcat.Session(model, None, budget=14, tail=4)
+    small = kvcat.Session(model, byte_tokenizer(), budget=14, tail=4)
     for start in range(0, PREFIX, 6):
         small.append(ids[0, start : start + 6])
     assert small.cache.num_slots <= 14
