@@ -1,0 +1,31 @@
+#!/bin/sh
+# Where the price of KV-CAT arises, on kvcat-base: the two losses with steps of their own, and with the distillation's
+# gradient projected, beside the control and Router of runs/peers/compare.sh (run that first). About half an hour of one
+# core. If it is stopped, the same command continues.
+set -eu
+cd "$(dirname "$0")/../.."
+PEERS=${PEERS:-out/peers}
+OUT=${OUT:-out/price}
+SEEDS=${SEEDS:-1 2 3}
+STEPS=${STEPS:-160}
+WINDOWS=${WINDOWS:-24}
+
+python() { "${PYTHON:-python3}" "$@"; }
+kvcat() { python -m kvcat "$@"; }
+
+models=""
+for seed in $SEEDS; do
+  for variant in own-moments own-moments-w0.3 projected; do
+    form=${variant%-w*}
+    weight=1
+    [ "$form" = "$variant" ] || weight=${variant##*-w}
+    python runs/price/train.py "$form" --mask-weight "$weight" --output "$OUT/$variant-s$seed" --max-steps "$STEPS" --seed "$seed"
+    models="$models $variant@$seed=$OUT/$variant-s$seed/export"
+  done
+  for trained in control router; do
+    models="$models $trained@$seed=$PEERS/$trained-s$seed/export"
+  done
+done
+kvcat eval suffix $models --windows "$WINDOWS" --per-document 1 --prefix 384 --suffix 128 --keep 0.05 0.1 0.2 \
+  --method attention-matching snapkv --supervision first-half --out "$OUT/suffix"
+kvcat report "$OUT/suffix" -o "$OUT/report"
