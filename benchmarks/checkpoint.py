@@ -23,7 +23,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     objective, step = stepper(args, args.batch)
-    optimizer = make_optimizer(objective, objective.config)
+    optimizer = make_optimizer(objective.model, objective.policy_parameters(), objective.config)
     for parameter in objective.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

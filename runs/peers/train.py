@@ -48,7 +48,7 @@ from kvcat.files import (
 from kvcat.losses import chunked_kl, chunked_objective
 from kvcat.models import hidden_states, output_head, save
 from kvcat.training.config import TrainConfig
-from kvcat.training.optimizer import clip_gradients
+from kvcat.training.optimizer import clip_gradients, make_optimizer
 from kvcat.training.schedule import learning_rate
 
 METHODS = ("dms", "sp-kv")
@@ -162,7 +162,7 @@ class PeerRun:
                 target=1 - options.target_keep,
                 weight=options.hide_weight,
             )
-        self.optimizer = make_optimizer(self.model, self.predictors, self.config)
+        self.optimizer = make_optimizer(self.model, self.predictors.parameters(), self.config)
         self.data = open_tokens(
             self.config.data,
             self.tokenizer,
@@ -271,28 +271,11 @@ def train(options: argparse.Namespace) -> Path:
 
 def run_config(options: argparse.Namespace) -> TrainConfig:
     """The options that ``kvcat train`` has too."""
-    own = ("method", "output", "window", "scale", "target_keep", "hide_weight")
-    values = {name: value for name, value in vars(options).items() if name not in own}
+    of_peers = ("method", "output", "window", "scale", "target_keep", "hide_weight")
+    values = {name: value for name, value in vars(options).items() if name not in of_peers}
     return TrainConfig(
         output=str(options.output), policy="control", validation_sequences=8, **values
     )
-
-
-def make_optimizer(
-    model: PreTrainedModel, predictors: GatePredictors, config: TrainConfig
-) -> torch.optim.AdamW:
-    """AdamW as in ``kvcat train``: weight decay on matrices, a group for the predictors."""
-    parameters = list(model.parameters())
-    matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
-    vectors = [parameter for parameter in parameters if parameter.ndim < 2]
-    decay = config.weight_decay
-    multiplier = config.router_lr_multiplier
-    groups = [
-        {"params": matrices, "weight_decay": decay, "lr_multiplier": 1.0},
-        {"params": vectors, "weight_decay": 0.0, "lr_multiplier": 1.0},
-        {"params": predictors.parameters(), "weight_decay": 0.0, "lr_multiplier": multiplier},
-    ]
-    return torch.optim.AdamW(groups, lr=config.peak_lr, betas=config.betas, eps=1e-8, fused=True)
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:

@@ -349,3 +349,21 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
         for i, g in enumerate(model_gains)
     ]
     assert set(models_below_chance(made)) == {"ignores"}
+
+
+def test_a_difference_is_no_verdict_while_the_interval_of_the_ratio_holds_1():
+    """Heavy tails: the two intervals disagree now and then, and the table shows the ratio's."""
+    num_disagreeing = 0
+    for seed in range(60):
+        draws = np.random.default_rng(seed)
+        values = np.exp(1.5 * draws.standard_normal(8))
+        changed = values * np.exp(0.5 * draws.standard_normal(8) - 0.5)
+        records = [record("base", f"d{i}", "0", kl=x) for i, x in enumerate(values)]
+        records += [record("kvcat", f"d{i}", "0", kl=x) for i, x in enumerate(changed)]
+        row = row_of(compare_models(records, "base", num_resamples=400))
+        holds_1 = row.ratio_low <= 1 <= row.ratio_high
+        if holds_1:
+            assert row.verdict == "level"
+        excludes_0 = row.high < 0 or row.low > 0
+        num_disagreeing += holds_1 and excludes_0 and row.p <= 0.05
+    assert num_disagreeing

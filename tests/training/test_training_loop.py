@@ -57,8 +57,8 @@ def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
 def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monkeypatch, new_run):
-    def plain(objective, config):  # AdamW divides by gradients that are nothing but rounding
-        return torch.optim.SGD([{"params": list(objective.parameters()), "lr_multiplier": 1.0}])
+    def plain(model, routers, config):  # AdamW divides by gradients that are nothing but rounding
+        return torch.optim.SGD([{"params": [*model.parameters(), *routers], "lr_multiplier": 1.0}])
 
     monkeypatch.setattr(run_module, "make_optimizer", plain)
     options = {"policy": policy, "max_steps": 3, "peak_lr": 1.0}
@@ -72,9 +72,9 @@ def test_routers_are_clipped_apart_from_the_model(monkeypatch, new_run):
     norms = []
     make_optimizer = run_module.make_optimizer
 
-    def watched(objective, config):
-        made = make_optimizer(objective, config)
-        groups = objective.policy_parameters(), list(objective.model.parameters())
+    def watched(model, routers, config):
+        made = make_optimizer(model, routers, config)
+        groups = routers, list(model.parameters())
         made.register_step_pre_hook(
             lambda *_: norms.append(
                 [sum(p.grad.square().sum().item() for p in group) ** 0.5 for group in groups]

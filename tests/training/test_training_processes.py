@@ -135,9 +135,9 @@ def test_products_are_bfloat16_made_again_where_wanted_and_gradients_float32_red
     set_sync = FSDPModule.set_requires_gradient_sync
     make_optimizer = run_module.make_optimizer
 
-    def watched(objective, config):
-        layer = decoder_layers(objective.model)[0].mlp.up_proj
-        made = make_optimizer(objective, config)
+    def watched(model, routers, config):
+        layer = decoder_layers(model)[0].mlp.up_proj
+        made = make_optimizer(model, routers, config)
         layer.register_forward_pre_hook(
             lambda _, arguments: (
                 inputs.append(arguments[0].dtype) if torch.is_grad_enabled() else None

@@ -7,16 +7,22 @@ import torch
 from torch import nn
 
 from kvcat.training.config import TrainConfig
-from kvcat.training.objective import Objective
 
 
-def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.AdamW:
+def make_optimizer(
+    model: nn.Module, routers: Iterable[nn.Parameter], config: TrainConfig
+) -> torch.optim.AdamW:
     """AdamW in up to three groups: matrices, vectors and routers.
 
     Only the matrices have weight decay. ``lr_multiplier`` of a group is its learning rate over the
     model's.
+
+    Args:
+        model: the model that is trained.
+        routers: parameters of what chooses its slots; none for the control.
+        config: configuration of the run.
     """
-    parameters = [p for p in objective.model.parameters() if p.requires_grad]
+    parameters = [p for p in model.parameters() if p.requires_grad]
     matrices = {
         "params": [p for p in parameters if p.ndim >= 2],
         "weight_decay": config.weight_decay,
@@ -28,7 +34,7 @@ def make_optimizer(objective: Objective, config: TrainConfig) -> torch.optim.Ada
         "lr_multiplier": 1.0,
     }
     routers = {
-        "params": objective.policy_parameters(),
+        "params": list(routers),
         "weight_decay": 0.0,
         "lr_multiplier": config.router_lr_multiplier,
     }

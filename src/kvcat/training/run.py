@@ -70,7 +70,7 @@ class Run:
         objective = Objective(model, config).to(world.device)
         folder.check_disk(objective)
         distribute(objective, world)
-        optimizer = make_optimizer(objective, config)
+        optimizer = make_optimizer(objective.model, objective.policy_parameters(), config)
         checkpoints = Checkpoints(folder.path, config.keep_checkpoints, world, objective, optimizer)
         loaded = checkpoints.load_newest()
         per_process = config.batch_size // world.size
