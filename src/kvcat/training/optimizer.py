@@ -10,7 +10,7 @@ from kvcat.training.config import TrainConfig
 
 
 def make_optimizer(
-    model: nn.Module, routers: Iterable[nn.Parameter], config: TrainConfig
+    model: nn.Module, router_parameters: Iterable[nn.Parameter], config: TrainConfig
 ) -> torch.optim.AdamW:
     """AdamW in up to three groups: matrices, vectors and routers.
 
@@ -19,7 +19,7 @@ def make_optimizer(
 
     Args:
         model: the model that is trained.
-        routers: parameters of what chooses its slots; none for the control.
+        router_parameters: of what chooses its slots; none for the control.
         config: configuration of the run.
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -34,7 +34,7 @@ def make_optimizer(
         "lr_multiplier": 1.0,
     }
     routers = {
-        "params": list(routers),
+        "params": list(router_parameters),
         "weight_decay": 0.0,
         "lr_multiplier": config.router_lr_multiplier,
     }
