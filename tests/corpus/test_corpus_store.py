@@ -20,7 +20,7 @@ from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.storage import LocalStorage, open_storage
-from kvcat.corpus.store import open_writer
+from kvcat.corpus.store import check_store, open_writer
 from tiny import refusal, write_tiny_model
 
 
@@ -405,6 +405,33 @@ def test_a_remote_store_has_the_caches_of_a_local_one(corpus, compress, tmp_path
         expected = Path(tmp_path / "local" / cache_file(id)).read_bytes()
         assert open_storage(address).read(cache_file(id)) == expected
     assert compress(corpus, address).num_made == 0
+
+
+def write_store(address, settings):
+    with open_writer(address, settings):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("is_remote", "enter"), [(False, check_store), (True, check_store), (True, write_store)]
+)
+def test_a_store_that_another_writer_makes_between_two_requests_is_no_other_folder(
+    tmp_path, monkeypatch, is_remote, enter
+):
+    address = f"memory://{tmp_path.name}/store" if is_remote else tmp_path / "store"
+    settings = CorpusSettings().record()
+    storage_type = type(open_storage(address))
+    occupant = storage_type.occupant
+
+    def occupant_after_another_writer(storage):
+        monkeypatch.setattr(storage_type, "occupant", occupant)
+        write_store(address, settings)
+        return occupant(storage)
+
+    monkeypatch.setattr(storage_type, "occupant", occupant_after_another_writer)
+    enter(address, settings)
+    assert storage_type.occupant is occupant
+    assert len(Store(address)) == 0
 
 
 def test_an_address_that_fsspec_does_not_know_is_rejected():

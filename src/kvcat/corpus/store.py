@@ -231,13 +231,11 @@ def check_store(
     It costs little and comes before the model is loaded.
     """
     storage = open_storage(address)
-    recorded = read_settings(storage)
+    recorded = _settings_of_store_or_empty(storage)
     if recorded is not None:
         check_same(storage.address, recorded, settings)
         with storage.writer(_part(shard)):
             read_rows(storage)
-    elif storage.occupant() not in (None, JOURNAL):
-        _reject_other_files(storage)
     storage.check_writable()
 
 
@@ -270,20 +268,33 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
 
 def _claim(storage: Storage, settings: Mapping[str, Any]) -> None:
     """Write the settings of a new store, or compare them with those of an old one."""
-    recorded = read_settings(storage)
+    recorded = _settings_of_store_or_empty(storage)
     if recorded is not None:
         check_same(storage.address, recorded, settings)
         return
-    if storage.occupant() is not None:
-        _reject_other_files(storage)
     content = json.dumps({"format": _FORMAT, **settings}, indent=2) + "\n"
     storage.write(SETTINGS, content.encode())
 
 
-def _reject_other_files(storage: Storage) -> None:
-    raise InputError(
-        f"{storage.address} is not empty and has no {SETTINGS}: it holds {storage.occupant()}"
-    )
+def _settings_of_store_or_empty(storage: Storage) -> dict[str, Any] | None:
+    """The settings of a store; None if its address is empty.
+
+    Raises:
+        InputError: there are other files, or as in ``read_settings``.
+    """
+    settings = read_settings(storage)
+    if settings is not None:
+        return settings
+    occupant = storage.occupant()
+    if occupant is None:
+        return None
+    # another writer may have made the store between the two requests: settings are its first file
+    settings = read_settings(storage)
+    if settings is None:
+        raise InputError(
+            f"{storage.address} is not empty and has no {SETTINGS}: it holds {occupant}"
+        )
+    return settings
 
 
 def _finish(writer: StoreWriter) -> None:
