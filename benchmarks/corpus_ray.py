@@ -1,14 +1,15 @@
-"""What a Ray cluster adds to the cost of a corpus, in processor seconds.
+"""What a Ray cluster adds to the cost of a corpus.
 
     pip install -e '.[ray]'
-    python benchmarks/corpus_ray.py --documents 60
+    python benchmarks/corpus_ray.py
 
 It starts a cluster of two processors on this machine, with workers of ordinary priority, and runs
-the plain command and one and two workers, each on two corpora: a few documents, and all. Processor
-seconds are those of the command and of all processes of the cluster. Their difference between the
-two corpora, divided by that of documents, is what a document costs; the rest is the start (imports,
-one model for every worker). Documents an hour follow from it for a machine with a free core for
-every worker; the engine's cost is what a document costs more than with the plain command.
+the plain command and one and two workers, one thread each, on two corpora: a few documents, and
+all. Seconds are those of the clock; processor seconds are those of the command and of all processes
+of the cluster. The difference between the two corpora, divided by that of documents, is what a
+document costs; the rest is the start (imports, one model for every worker). The engine's cost is
+the processor seconds that a document costs more than with the plain command. Nothing else should
+run on the machine.
 """
 
 import argparse
@@ -22,11 +23,11 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import kvcat
 from corpus import texts_of
 
-FEW = 8
 PORT = 6391
 TOKENS = {"RAY_AUTH_MODE": "token"}  # how Ray protects a cluster that is named by its address
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -94,14 +95,23 @@ class Cluster:
                 self._seconds[pid] = seconds[pid]
 
 
+class Seconds(NamedTuple):
+    """What a run took."""
+
+    clock: float
+    processor: float
+
+
 def run(model, corpus, store, num_workers, cluster):
-    """Processor seconds of a command, and of the cluster while it ran."""
+    """Seconds of a command, with those of the cluster's processors while it ran."""
     words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
     if num_workers:
         words += ["--ray", "auto", "--workers", str(num_workers)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     before_cluster = cluster.seconds()
-    environment = {**os.environ, **TOKENS, "RAY_ADDRESS": f"127.0.0.1:{PORT}"}
+    address = {"RAY_ADDRESS": f"127.0.0.1:{PORT}", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, **TOKENS, **address}
+    begun = time.monotonic()
     ended = subprocess.run(
         [sys.executable, "-m", "kvcat", *words],
         capture_output=True,
@@ -111,10 +121,11 @@ def run(model, corpus, store, num_workers, cluster):
     )
     if ended.returncode != 0:
         raise SystemExit(ended.stderr)
+    clock = time.monotonic() - begun
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     of_command = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
     of_cluster = cluster.seconds() - before_cluster if num_workers else 0.0
-    return of_command + of_cluster
+    return Seconds(clock, of_command + of_cluster)
 
 
 def write_corpus(path, texts):
@@ -127,33 +138,35 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="kvcat-base")
     parser.add_argument("--data", default="installed")
-    parser.add_argument("--documents", type=int, default=60)
+    parser.add_argument("--documents", type=int, default=400)
+    parser.add_argument("--few", type=int, default=64, help="documents of the small corpus")
     parser.add_argument("--tokens", type=int, default=450)
     options = parser.parse_args()
     _, tokenizer = kvcat.load(options.model)
     texts = texts_of(tokenizer, options.data, options.documents, options.tokens)
     print(f"{options.documents} documents of about {options.tokens} tokens on {options.model}")
-    print("                 processor seconds       documents     cost of")
-    print("engine           a document   the start    an hour  the engine")
+    print("                 documents   processor seconds       cost of")
+    print("engine             an hour   a document   the start  the engine")
     cluster = Cluster()
     try:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            short_corpus = write_corpus(folder / "short.jsonl", texts[:FEW])
+            short_corpus = write_corpus(folder / "short.jsonl", texts[: options.few])
             whole_corpus = write_corpus(folder / "whole.jsonl", texts)
             plain = 0.0
             for num_workers in (0, 1, 2):
                 stores = folder / f"few-{num_workers}", folder / f"all-{num_workers}"
-                few_seconds = run(options.model, short_corpus, stores[0], num_workers, cluster)
-                all_seconds = run(options.model, whole_corpus, stores[1], num_workers, cluster)
-                each = (all_seconds - few_seconds) / (len(texts) - FEW)
-                start = few_seconds - FEW * each
+                few = run(options.model, short_corpus, stores[0], num_workers, cluster)
+                whole = run(options.model, whole_corpus, stores[1], num_workers, cluster)
+                num_more = len(texts) - options.few
+                clock = (whole.clock - few.clock) / num_more
+                each = (whole.processor - few.processor) / num_more
+                start = few.processor - options.few * each
                 plain = plain or each
-                cost = each / plain - 1
-                an_hour = 3600 * max(1, num_workers) / each
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
                 print(
-                    f"{label:15s} {each:11.3f} {start:11.1f} {an_hour:10.0f} {cost:11.1%}",
+                    f"{label:15s} {3600 / clock:10.0f} {each:12.3f} {start:11.1f} "
+                    f"{each / plain - 1:11.1%}",
                     flush=True,
                 )
     finally:

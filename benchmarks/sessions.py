@@ -22,6 +22,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
@@ -32,6 +33,7 @@ from kvcat import Session
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace
 from kvcat.compress.kept_queries import no_queries
+from kvcat.errors import InputError
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 
@@ -110,7 +112,7 @@ def kl_of(dense: torch.Tensor, compact: torch.Tensor) -> float:
 
 
 def rows(options: argparse.Namespace) -> dict[str, tuple[int, dict[str, Any]]]:
-    """Number of rounds and options of the session, by the name of a row."""
+    """Number of rounds and options of the session, by the name of a row that is wanted."""
     most = max(options.rounds)
     made: dict[str, tuple[int, dict[str, Any]]] = {"one shot": (1, {})}
     for rounds in options.rounds:
@@ -118,7 +120,12 @@ def rows(options: argparse.Namespace) -> dict[str, tuple[int, dict[str, Any]]]:
     made[f"no queries, {most} rounds"] = (most, {"num_kept": 0})
     made[f"appended, {most} rounds"] = (most, {"num_kept": 0, "method": Appending()})
     made["streaming"] = (most, {"method": "streaming"})
-    return made
+    if options.rows is None:
+        return made
+    unknown = sorted(set(options.rows) - set(made))
+    if unknown:
+        raise InputError(f"no row {unknown[0]!r}; the rows are {', '.join(made)}")
+    return {name: made[name] for name in made if name in options.rows}
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -164,16 +171,17 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(records: list[dict[str, Any]]) -> None:
-    """Print a row per way: mean KL with its interval, and over that of one shot by window."""
+    """Print a row per way: mean KL, and its ratio to that of one shot, with 95 % intervals."""
     frame = pd.DataFrame(records)
     one_shot = frame[frame.row == "one shot"].set_index("window").kl
     print("| | slots | KL | over one shot | processor seconds |\n|---|---|---|---|---|")
     for name, group in frame.groupby("row", sort=False):
         bootstrap = ClusterBootstrap(list(group.document))
-        kl = bootstrap.mean(torch.tensor(list(group.kl)).double().numpy())
-        ratio = group.kl.mean() / one_shot[group.window].mean()
+        kl = group.kl.to_numpy()
+        reference = one_shot[group.window].to_numpy()
+        ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, reference))
         print(
-            f"| {name} | {group.slots.mean():.1f} | {kl} | {ratio:.2f} | "
+            f"| {name} | {group.slots.mean():.1f} | {bootstrap.mean(kl)} | {ratio} | "
             f"{group.processor_seconds.mean():.1f} |"
         )
 
@@ -187,6 +195,7 @@ def main() -> None:
     parser.add_argument("--tail", type=int, default=64)
     parser.add_argument("--kept", type=int, default=1024, help="tokens whose queries are kept")
     parser.add_argument("--rounds", type=int, nargs="+", default=ROUNDS)
+    parser.add_argument("--rows", nargs="+", metavar="NAME", help="only these, by name")
     add_options(parser)
     report(measure(parser.parse_args()))
 
