@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 import torch
+from quality import written
 from tqdm import tqdm
 from windows import add_options, encoder, stored
 
@@ -180,10 +181,9 @@ def report(records: list[dict[str, Any]]) -> None:
         kl = group.kl.to_numpy()
         reference = one_shot[group.window].to_numpy()
         ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, reference))
-        print(
-            f"| {name} | {group.slots.mean():.1f} | {bootstrap.mean(kl)} | {ratio} | "
-            f"{group.processor_seconds.mean():.1f} |"
-        )
+        figures = f"{written(bootstrap.mean(kl))} | {written(ratio)}"
+        slots = f"{group.slots.mean():.1f}"
+        print(f"| {name} | {slots} | {figures} | {group.processor_seconds.mean():.1f} |")
 
 
 def main() -> None:
