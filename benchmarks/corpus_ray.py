@@ -166,7 +166,7 @@ def main():
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
                 print(
                     f"{label:15s} {3600 / clock:10.0f} {each:12.3f} {start:11.1f} "
-                    f"{each / plain - 1:11.1%}",
+                    f"{100 * (each / plain - 1):9.1f} %",
                     flush=True,
                 )
     finally:

@@ -314,7 +314,7 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
     below = models_below_chance(made)
     assert set(below) == {"blind", "few"}
     assert below["blind"].startswith(
-        "dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above"
+        "dense exact match 0.0 % [0.0, 16.1] on 20 documents is not above"
     )
     assert below["few"] == "5 documents with a dense score, fewer than 20"
 
@@ -332,7 +332,7 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
         ]
     )
     assert below == {
-        "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
+        "guesser": "dense accuracy 27.1 % [21.7, 33.4] on 221 documents is not above chance, 25 %",
         "unknown": "0 documents with a dense score, fewer than 20",
     }
     tasks = {"piqa": "m", "commonsense_qa": "n"}
