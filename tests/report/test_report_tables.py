@@ -168,7 +168,7 @@ def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
     )
     assert results.cell == ("snapkv", 0.2, -1)
     assert Section("", results, [], []).cell.startswith(
-        "snapkv at 20 % of the slots: the primary cell, first method"
+        "snapkv at 20 % of the slots: the primary cell, by default the first method"
     )
     table = differences_table(results, "kvcat", "control")
     assert [
