@@ -5,7 +5,7 @@ FOLDER becomes a clone of the repository, with the files that the pages use as e
 commands of a page runs in a shell, and then the Python blocks of the page one after the other.
 Commands that need a network, a GPU, a cluster or a second terminal are named and left out. Without
 PAGE: README.md and the pages of docs/ whose commands run on one machine. SmolLM2-135M must be there
-(make smollm2).
+(make smollm2), and what `pip install -e ".[all]"` installs.
 """
 
 import argparse
