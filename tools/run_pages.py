@@ -40,7 +40,7 @@ LEFT_OUT = {
     r"hub:|s3://|torchrun|qwen2\.5|Qwen/|; a GPU": "needs a network or a GPU",
     r"^ray |--ray|^moto_server|^export AWS|fsspec": "needs a cluster or an object store",
     r"^kvcat serve|^kvcat chat|vllm\.entrypoints|^curl": "needs a second terminal",
-    r"\./my-model|\./base|\ba\.safetensors|\bMODEL\b": "names a model or a file of the reader's",
+    r"\./my-model|\./base|longbench|\ba\.safetensors|\bMODEL\b": "names what the reader has",
 }
 ARTICLES = {
     "articles/7": "The council met on 3 May. It was decided that the bridge closes in June.",
