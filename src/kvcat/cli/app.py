@@ -51,8 +51,9 @@ The module is imported when the command runs.
 """
 
 _EVAL = "eval "
-_OVERVIEW = """Compress the KV caches of language models, train models whose caches compress
-better, and measure what both cost.
+_OVERVIEW = """\
+Compress the KV caches of language models, train models whose caches compress better, and measure
+what both cost.
 
 Start with `kvcat demo --quick`. It compresses held-out text with a small model that comes with the
 package, trains this model with KV-CAT, and writes a report, in about a minute. It needs no download
