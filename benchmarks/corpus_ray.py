@@ -156,17 +156,17 @@ def main():
             plain = 0.0
             for num_workers in (0, 1, 2):
                 stores = folder / f"few-{num_workers}", folder / f"all-{num_workers}"
-                few = run(options.model, short_corpus, stores[0], num_workers, cluster)
-                whole = run(options.model, whole_corpus, stores[1], num_workers, cluster)
+                short_run = run(options.model, short_corpus, stores[0], num_workers, cluster)
+                whole_run = run(options.model, whole_corpus, stores[1], num_workers, cluster)
                 num_more = len(texts) - options.few
-                clock = (whole.clock - few.clock) / num_more
-                each = (whole.processor - few.processor) / num_more
-                start = few.processor - options.few * each
+                clock = (whole_run.clock - short_run.clock) / num_more
+                each = (whole_run.processor - short_run.processor) / num_more
+                start = short_run.processor - options.few * each
                 plain = plain or each
                 label = f"Ray, {num_workers} workers" if num_workers else "plain command"
                 print(
                     f"{label:15s} {3600 / clock:10.0f} {each:12.3f} {start:11.1f} "
-                    f"{each / plain - 1:11.1%}",
+                    f"{100 * (each / plain - 1):9.1f} %",
                     flush=True,
                 )
     finally:

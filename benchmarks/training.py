@@ -136,7 +136,7 @@ def times(args: argparse.Namespace) -> None:
             objective, _ = made[name]
             rate = args.batch * args.seq_len / statistics.median(taken[name])
             used = rate * flops_per_token(objective.model, objective.config) / peak
-            print(f"model FLOP utilisation of {name}: {used:.1%}")
+            print(f"model FLOP utilisation of {name}: {100 * used:.1f} %")
 
 
 def memory(args: argparse.Namespace) -> None:

@@ -31,7 +31,7 @@ def main() -> None:
     caches = {"dense": trace.dense_cache()}
     begun = time.monotonic()
     for keep, cache in zip(KEEP, kvcat.AttentionMatching().each(trace, KEEP), strict=True):
-        caches[f"{keep:.0%}"] = cache
+        caches[f"{100 * keep:.0f} %"] = cache
     print(
         f"{path.name}: {trace.prefix_len} tokens, three caches in {time.monotonic() - begun:.0f} "
         "seconds"

@@ -106,7 +106,7 @@ def parsed_options(words: tuple[str, ...]) -> dict[str, Any]:
     arguments = take_threads(name, list(words[len(name.split()) :]))
     if name == "train":
         recipe_name, options = train._split_recipe(arguments)
-        return vars(train._parse_options(recipe_name, RECIPES[recipe_name], options).fields)
+        return vars(train._parse_options(recipe_name, RECIPES[recipe_name], options).run)
     target = app._function(name)
     if not isinstance(target, type):
         target = _returns_its_arguments(target)

@@ -58,6 +58,7 @@ PRODUCT_WORDS = {
     r"\bevery other time\b": "half of the time",
     r"\bwith(?:out)? a look at\b": "without reading",
     r"\bknows? (?:of|no|nothing)\b": "does not cover, does not support",
+    r"[\d}]%(?![\w(|])|:[,.\d]*%\}": "20 %, with a space",
 }
 
 
@@ -154,7 +155,8 @@ def main() -> None:
     share = findings.num_packed / max(1, findings.num_assignments)
     if share > MOST_PACKED:
         findings.lines.append(
-            f"{share:.1%} of the assignments pack values, more than {MOST_PACKED:.0%}"
+            f"{100 * share:.1f} % of the assignments pack values, more than "
+            f"{100 * MOST_PACKED:.0f} %"
         )
     print("\n".join(findings.lines))
     sys.exit(bool(findings.lines))

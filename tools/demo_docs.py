@@ -64,7 +64,9 @@ def part_page(results: Results, report: Path, about: str, plots: dict[str, str])
     for name, description in plots.items():
         lines += [f"![{description}]({name})", ""]
     (overview,) = tables(report, "overview.md")
-    return [*lines, overview.replace("## ", "### ", 1).rstrip(), ""]
+    heading, _, table = overview.partition("\n")
+    caption = wrapped(f"**{heading.lstrip('# ')}**")
+    return [*lines, caption, table.rstrip(), ""]
 
 
 def main() -> None:

@@ -27,6 +27,8 @@ NOTEBOOKS = {"tour.md": "examples/tour.ipynb"}
 _NAMES = {source: page for page, source in PAGES.items()}
 _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
+# spaces of "5 %", "[.91, 1.02]", "p .03" and "p < .001", at which no line should end
+_UNBROKEN = re.compile(r"(?<=\d) (?=%)|(?<=\d,) (?=[-+.\d]+\])|(?<=\bp) (?=[.<])|(?<=\bp <) (?=\.)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -69,6 +71,7 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
     pieces = _FENCE.split(markdown)
     for index in range(0, len(pieces), 2):  # the others are blocks of code
         pieces[index] = _linked(pieces[index], name, source, files)
+        pieces[index] = _UNBROKEN.sub("\u00a0", pieces[index])
     return "".join(pieces)
 
 

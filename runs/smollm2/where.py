@@ -188,8 +188,8 @@ def heads_table(trained: list[dict], control: list[dict]) -> Iterator[str]:
         ratio = draws.estimate(draws.of_means(np.divide, kl, reference))
         share = reference.mean() / theirs.sum(1).mean()
         yield (
-            f"heads, {name}: {share:.0%} of the control's KL, {ratio.value:.3f} [{ratio.low:.3f}, "
-            f"{ratio.high:.3f}]"
+            f"heads, {name}: {100 * share:.0f} % of the control's KL, "
+            f"{ratio.value:.3f} [{ratio.low:.3f}, {ratio.high:.3f}]"
         )
 
 

@@ -66,7 +66,8 @@ OutputAddress = Annotated[str, tyro.conf.arg(aliases=["-o"])]
 Model = Annotated[
     str,
     tyro.conf.arg(
-        help="Folder, .gguf file or Hub name of a decoder-only causal LM, or kvcat-base (built in)."
+        help="Folder, .gguf file or Hub name of a decoder-only causal LM; or smollm2-135m (after "
+        "`kvcat get smollm2-135m`) or kvcat-base (a small model of Python sources, built in)."
     ),
 ]
 Models = Annotated[

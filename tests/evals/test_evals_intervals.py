@@ -26,6 +26,20 @@ def test_resamples_of_two_documents_are_the_three_possible_means_in_proportion_o
     np.testing.assert_allclose(counts / 40_000, [0.25, 0.5, 0.25], atol=0.01)
 
 
+def test_five_equal_documents_and_one_other_have_students_t_interval_and_no_endless_one():
+    """A third of the resamples lack the other document, and have no error to divide by.
+
+    In the others, k > 0 of 6 draws are the other document, and the pivot is (k - 1) sqrt(5) /
+    sqrt(k (6 - k)): from 0 to 1.49 in 99 % of them, less than Student's 2.57.
+    """
+    for scale in (1.0, 1.0 / 128, -1e-4):
+        values = 0.5 + scale * np.array([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        estimate = ClusterBootstrap(names(6)).mean(values)
+        half = scipy.stats.t.ppf(0.975, 5) * abs(scale) / 6
+        assert estimate.low == pytest.approx(0.5 + scale / 6 - half, rel=1e-9)
+        assert estimate.high == pytest.approx(0.5 + scale / 6 + half, rel=1e-9)
+
+
 def test_the_interval_of_a_mean_is_the_bootstrap_t_of_plain_resamples():
     values = np.random.default_rng(1).lognormal(size=9)
     estimate = ClusterBootstrap(names(9), num_resamples=20_000).mean(values)

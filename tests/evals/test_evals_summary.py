@@ -143,6 +143,17 @@ def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have
     assert comparison_pairs(["a", "b", "c"]) == [("b", "a"), ("c", "a")]
 
 
+def test_the_interval_of_a_ratio_of_kls_ends_at_0_and_that_of_another_ratio_does_not():
+    values = (0.0, 0.0, 3.0)  # mean 1 and standard error 1: Student's t interval is 1 -/+ 4.30
+    base = [record("base", f"d{i}", "0", kl=1.0, delta=1.0) for i in range(3)]
+    other = [record("kvcat", f"d{i}", "0", kl=x, delta=x) for i, x in enumerate(values)]
+    table = compare_models(base + other, "base")
+    kl = row_of(table)
+    assert (kl.ratio, kl.ratio_low, kl.ratio_high) == pytest.approx((1.0, 0.0, 5.3027), abs=1e-4)
+    delta = row_of(table, "delta_nll")
+    assert (delta.ratio, delta.ratio_low) == pytest.approx((1.0, -3.3027), abs=1e-4)
+
+
 def drawn(model, shift, seed=3):
     rng = np.random.default_rng(seed)
     made = []
@@ -314,7 +325,7 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
     below = models_below_chance(made)
     assert set(below) == {"blind", "few"}
     assert below["blind"].startswith(
-        "dense exact match 0.0% [0.0%, 16.1%] on 20 documents is not above"
+        "dense exact match 0.0 % [0.0, 16.1] on 20 documents is not above"
     )
     assert below["few"] == "5 documents with a dense score, fewer than 20"
 
@@ -332,7 +343,7 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
         ]
     )
     assert below == {
-        "guesser": "dense accuracy 27.1% [21.7%, 33.4%] on 221 documents is not above chance, 25%",
+        "guesser": "dense accuracy 27.1 % [21.7, 33.4] on 221 documents is not above chance, 25 %",
         "unknown": "0 documents with a dense score, fewer than 20",
     }
     tasks = {"piqa": "m", "commonsense_qa": "n"}

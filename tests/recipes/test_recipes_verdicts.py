@@ -73,16 +73,16 @@ def results_of(folder, kls, *, top1=0.9, dense_losses=None):
 @pytest.mark.parametrize(
     ("snapkv", "top1", "loss", "size"),
     [
-        (0.2, 0.97, "10 times as much", "with 20% of the slots; not even with 20%: snapkv."),
-        (0.001, 0.97, "less, 0.05", "with 20% of the slots; not even with 20%: snapkv."),
-        (0.0201, 0.9, "the intervals overlap", "With none of the sizes up to 20% of the slots do"),
+        (0.2, 0.97, "10 times as much", "with 20 % of the slots; not even with 20 %: snapkv."),
+        (0.001, 0.97, "less, 0.05", "with 20 % of the slots; not even with 20 %: snapkv."),
+        (0.0201, 0.9, "the intervals overlap", "With none of the sizes up to 20 % of the slots do"),
     ],
 )
 def test_compression_is_judged_against_the_best_other_method(tmp_path, snapkv, top1, loss, size):
     kls = {("base", "attention-matching"): 0.02, ("base", "snapkv"): snapkv}
     answers = list(compression_verdicts(results_of(tmp_path / "r", kls, top1=top1)).values())
     assert loss in answers[0]
-    assert f"stays the same in {100 * top1:.1f}% of places" in answers[0]
+    assert f"stays the same in {100 * top1:.1f} % of places" in answers[0]
     assert size in answers[1]
 
 
@@ -106,7 +106,7 @@ def test_training_is_judged_against_the_control_in_gain_cost_and_sum(tmp_path, k
     assert [answer.startswith(begin) for answer, begin in zip(answers, begins, strict=True)] == [
         True
     ] * 3, answers
-    assert "At 10% of the slots" in answers[0]
+    assert "At 10 % of the slots" in answers[0]
     not_judged = set(training_verdicts(results, can_judge=False).values())
     assert len(not_judged) == 1
     assert "too few steps" in not_judged.pop()

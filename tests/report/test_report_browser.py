@@ -116,7 +116,7 @@ def pages(tmp_path_factory):
     records = made_up_records(("base",), 6, (*methods, "snapkv", "tova"))
     alone = write_results(root / "alone", records, prefix_len=192, suffix_len=64)
     questions = write_results(root / "questions", made_up_longbench(), "longbench")
-    answers = {"Is it small?": "Yes, 5% of the slots suffice."}
+    answers = {"Is it small?": "Yes, 5 % of the slots suffice."}
     one = write_report([alone, questions], root / "one", answers=answers, num_resamples=100)
     return several, one
 

@@ -21,7 +21,7 @@ def results(tmp_path_factory):
     return read_results(folder, num_resamples=50)
 
 
-def table(label="10%", note="A note."):
+def table(label="10 %", note="A note."):
     cells = [
         Figure(0.03214, 0.029, 0.0355, 4, verdict="better", paper="paper 0.0321"),
         Figure(-0.5, NAN, NAN, 1, True),
@@ -30,7 +30,7 @@ def table(label="10%", note="A note."):
         {"keep": label, "model": name, "metric 0 (%)": cells[0], "metric 1 (%)": cells[1]}
         for name in ("kv_cat0", "kv_cat1")
     ]
-    return Table("quality", "Quality", "Suffix, 50% & more", pd.DataFrame(lines), (note,))
+    return Table("quality", "Quality", "Suffix, 50 % & more", pd.DataFrame(lines), (note,))
 
 
 def check_structure(text):
@@ -49,13 +49,13 @@ def check_structure(text):
 
 def test_markdown_and_latex_have_intervals_verdicts_and_the_papers_figures():
     lines = markdown(table()).splitlines()
-    assert lines[0] == "### Suffix, 50% & more"
+    assert lines[0] == "### Suffix, 50 % & more"
     assert lines[2] == "| keep | model | metric 0 (%) | metric 1 (%) |"
-    assert lines[4] == "| 10% | kv_cat0 | 0.0321 [0.0290, 0.0355] better paper 0.0321 | -50.0 |"
+    assert lines[4] == "| 10 % | kv_cat0 | 0.0321 [0.0290, 0.0355] better paper 0.0321 | -50.0 |"
     assert lines[-1] == "A note."
     text = latex(table(), "tab:x")
     check_structure(text)
-    assert "\\caption{Suffix, 50\\% \\& more}\n\\label{tab:x}" in text
+    assert "\\caption{Suffix, 50 \\% \\& more}\n\\label{tab:x}" in text
     small = "\\\\{\\scriptsize [0.0290, 0.0355]}\\\\{\\scriptsize paper 0.0321}"
     assert "\\shortstack[r]{0.0321$^+$" + small + "}" in text
     assert "$-$50.0" in text

@@ -99,7 +99,7 @@ def test_the_page_opens_with_three_figures_then_differences_drawn_and_as_a_table
     )
     order = [
         text.index(mark)
-        for mark in ('class="tiles"', "<figure>", "Intervals (95%)", "<table>", "framed")
+        for mark in ('class="tiles"', "<figure>", "Intervals (95 %)", "<table>", "framed")
     ]
     assert order == sorted(order)
     for expected_text in (
@@ -197,7 +197,7 @@ def test_the_page_begins_with_one_sentence_on_the_outcome(report, tmp_path):
         of_models[0],
     )
     assert re.fullmatch(
-        rf"At 10% of the slots, the lowest KL is that of gradient {interval}; next "
+        rf"At 10 % of the slots, the lowest KL is that of gradient {interval}; next "
         rf"attention-matching {interval}\.",
         of_methods[0],
     )

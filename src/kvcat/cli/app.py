@@ -30,7 +30,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "cli.cache_files.widen",
         "Write a checkpoint with which unmodified engines can use compact caches.",
     ),
-    "pack": ("cli.cache_files.pack", "Convert a saved cache for another engine."),
+    "pack": (
+        "cli.cache_files.pack",
+        "Convert a saved cache for llama.cpp, vLLM or plain transformers.",
+    ),
     "report": ("cli.report.report", "Write a report on evaluations: tables, plots and a page."),
     "theory histogram": (
         "cli.theory.histogram",
@@ -48,11 +51,14 @@ The module is imported when the command runs.
 """
 
 _EVAL = "eval "
-_OVERVIEW = """Train transformers with compressible KV caches, compress caches, and evaluate both.
+_OVERVIEW = """\
+Compress the KV caches of language models, train models whose caches compress better, and measure
+what both cost.
 
 Start with `kvcat demo --quick`. It compresses held-out text with a small model that comes with the
 package, trains this model with KV-CAT, and writes a report, in about a minute. It needs no download
-and no GPU."""
+and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat compress` and
+`kvcat generate` answer questions from a compressed document."""
 _GROUPS = {
     "eval": "Measure how much quality a compressed cache loses. A stopped evaluation continues.",
     "theory": "Build and verify the paper's constructions for its definition of compressibility.",

@@ -271,12 +271,12 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
         settings.pop(size, None)
     return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
-        f"({cache.mean_slots / num_tokens:.1%} kept), at most {cache.max_slots}",
+        f"({100 * cache.mean_slots / num_tokens:.1f} % kept), at most {cache.max_slots}",
         "shape": f"{cache.batch_size} examples, {len(counts)} layers, {counts[0].shape[1]} KV "
         f"heads of {keys.shape[-1]} channels, {_numbers(cache)}, "
         f"{'with' if cache.has_log_bias else 'without'} log-bias",
-        "bytes": f"{cache.nbytes:,}, {cache.nbytes / dense_bytes:.1%} of the {dense_bytes:,} of "
-        f"the dense cache in {8 * item_size} bits",
+        "bytes": f"{cache.nbytes:,}, {100 * cache.nbytes / dense_bytes:.1f} % of the "
+        f"{dense_bytes:,} of the dense cache in {8 * item_size} bits",
         "method": method,
         "model": f"{model}, fingerprint {cache.fingerprint[:12]}",
         "settings": ", ".join(f"{key} {_shown(value)}" for key, value in sorted(settings.items())),

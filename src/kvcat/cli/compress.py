@@ -50,6 +50,9 @@ def compress(
 ) -> None:
     """Compress the KV cache of a document; `kvcat generate` then answers any number of prompts.
 
+    A KV cache has one slot for each token: a key and a value in every layer and head. --keep 0.1
+    makes a cache with a tenth of the slots.
+
     Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
 
     With --corpus, all documents of a corpus are compressed into a store; the model is loaded once.
@@ -266,9 +269,11 @@ def _compress_text(
     mean_slots = cache.mean_slots
     print(
         f"{output}: {cache.num_tokens} tokens in {mean_slots:g} slots per layer and head, "
-        f"{cache.nbytes / 1e6:.2f} MB ({method}, {_bits_text(cache)}"
-        f"keep {mean_slots / cache.num_tokens:.4g}, "
-        f"supervision {supervision})"
+        f"{cache.nbytes / 1e6:.2f} MB"
+    )
+    print(
+        f"  {method}, {_bits_text(cache)}keep {mean_slots / cache.num_tokens:.4g}, "
+        f"supervision {supervision}"
     )
 
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from kvcat.recipes import Recipe
     from kvcat.training.config import TrainConfig
 
-_ABOUT = """Continue a checkpoint's pretraining with KV-CAT.
+_ABOUT = """Continue a checkpoint's pretraining with KV-CAT, so that its KV caches compress better.
 
-With --policy control, the loss is the plain next-token loss. A recipe is a complete
-configuration. A file overrides its fields, and options override both. The run's folder holds the
-resolved configuration, metrics.jsonl, checkpoints and, at the end, export/, an ordinary Hugging
-Face folder. The same command continues a run that was stopped. Under torchrun the processes share
-the work.
+A recipe is a complete configuration. A file overrides its fields, and options override both. The
+run's folder holds the resolved configuration, metrics.jsonl, checkpoints and, at the end, export/,
+an ordinary Hugging Face folder. The same command continues a run that was stopped. Under torchrun
+the processes share the work. Train the control, RECIPE-control, as well: `kvcat eval` compares with
+it.
 
 Example: kvcat train small --model ./my-model --data ./texts --output runs/router"""
 
@@ -51,7 +51,7 @@ def train(arguments: Sequence[str]) -> None:
     name, options = _split_recipe(arguments)
     recipe = RECIPES.get(name, RECIPES["small"])  # help without a recipe shows the small one
     parsed = _parse_options(name, recipe, options)
-    overrides = dict(vars(parsed.fields))
+    overrides = dict(vars(parsed.run))
     if isinstance(overrides["output"], _DefaultFolder):
         overrides["output"] = ""  # the recipe derives it again from the chosen policy
     config = recipe(**overrides)
@@ -92,17 +92,16 @@ def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
-    """The options, in an object with the attributes ``config``, ``fields`` and ``dry_run``.
+    """The options, in an object with the attributes ``config``, ``run`` and ``dry_run``.
 
     They are parsed twice: the first pass finds ``--config``, whose file gives the defaults for the
     second pass.
     """
-    from kvcat.recipes import RECIPES
     from kvcat.training.config import TrainConfig
 
     @dataclass(frozen=True, kw_only=True)
     class Train(ConfigFile):
-        fields: tyro.conf.OmitArgPrefixes[TrainConfig]
+        run: tyro.conf.OmitArgPrefixes[TrainConfig]
         dry_run: bool = False
         """Print the run's parameters, tokens, memory and hours, without training."""
 
@@ -110,11 +109,20 @@ def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
         ConfigFile, "kvcat train", options, return_unknown_args=True, add_help=False
     )
     file = config_file.config
-    default = Train(fields=_defaults(recipe, read_json(file) if file else {}))
-    width = max(map(len, RECIPES))
-    rows = [f"  {label:{width}}  {known.about}" for label, known in RECIPES.items()]
-    about = "\n".join([_ABOUT, "", "Recipes:", *rows])
+    default = Train(run=_defaults(recipe, read_json(file) if file else {}))
+    about = f"{_ABOUT}\n\n{_recipe_lines()}"
     return opt.parse(Train, f"kvcat train {name}", options, default=default, description=about)
+
+
+def _recipe_lines() -> str:
+    """A line for each recipe and for each variant."""
+    from kvcat.recipes import BASE_RECIPES, VARIANTS
+
+    lines = ["Recipes:"]
+    lines += [f"  {recipe.name:12}  {recipe.about}" for recipe in BASE_RECIPES]
+    lines += ["", "Each has variants on the same tokens, such as small-control:"]
+    lines += [f"  -{suffix:14}  {variant.about}" for suffix, variant in VARIANTS.items()]
+    return "\n".join(lines)
 
 
 class _DefaultFolder(str):

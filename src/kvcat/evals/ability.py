@@ -75,6 +75,6 @@ def _low_share(rows: pd.DataFrame, name: str) -> str:
     estimate = share(examples[column].to_numpy(), examples["document"].to_numpy(dtype=str))
     if estimate.low > chance:
         return ""
-    interval = f"[{estimate.low:.1%}, {estimate.high:.1%}]"
-    figure = f"dense {metric.label} {estimate.value:.1%} {interval} on {num_documents} documents"
-    return f"{figure} is not above chance, {chance:.0%}"
+    interval = f"[{100 * estimate.low:.1f}, {100 * estimate.high:.1f}]"
+    figure = f"dense {metric.label} {100 * estimate.value:.1f} % {interval}"
+    return f"{figure} on {num_documents} documents is not above chance, {100 * chance:.0f} %"

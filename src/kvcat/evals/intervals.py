@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from scipy.stats import norm
 from scipy.stats import t as student_t
 
@@ -23,6 +23,7 @@ _TAILS = [(1.0 - LEVEL) / 2.0, (1.0 + LEVEL) / 2.0]
 _CHUNK_ELEMENTS = 2**22
 _STEP = 1e-4
 _ROUNDING = 1e-12
+_NO_VARIATION = 1e-9  # a resample's standard error over that of the data: its documents are equal
 # resamples of fewer documents often hold copies of a single one, which have no standard error
 _FEWEST_FOR_BOOTSTRAP_T = 5
 Array = np.ndarray
@@ -243,6 +244,7 @@ class ClusterBootstrap:
         finite = draws.values[np.isfinite(draws.values)]
         rounding = _ROUNDING * float(np.abs(finite).max())
         pivots[np.abs(moved) <= rounding] = 0.0  # equal documents have no error
+        pivots = _within_others(pivots, errors[1:] <= _NO_VARIATION * error)
         infinite = np.isinf(moved)  # a ratio to 0
         pivots[infinite] = moved[infinite]
         lower, upper = np.quantile(pivots, _TAILS, method="inverted_cdf")
@@ -303,6 +305,19 @@ def _slope(
     below = [point - step * (place == index) for place, point in enumerate(points)]
     difference = np.asarray(function(*above), float) - np.asarray(function(*below), float)
     return difference / (2.0 * step)
+
+
+def _within_others(
+    pivots: Float[Array, " resamples"], has_no_variation: Bool[Array, " resamples"]
+) -> Float[Array, " resamples"]:
+    """Pivots; those of resamples of equal documents are at most as far out as the others.
+
+    They have no standard error to divide by, and are frequent if most documents differ by 0.
+    """
+    others = pivots[~has_no_variation & np.isfinite(pivots)]
+    if others.size == 0:
+        return np.zeros_like(pivots)
+    return np.where(has_no_variation, np.clip(pivots, others.min(), others.max()), pivots)
 
 
 @lru_cache

@@ -23,7 +23,7 @@ class Metric:
     unit: str = "nats/token"  # empty for a share
     decimals: int = 3  # decimals in tables
     percent: bool = False  # shown in percent
-    log_scale: bool = False  # drawn on a logarithmic axis
+    log_scale: bool = False  # never negative, and drawn on a logarithmic axis
     lower_is_better: bool = True
     share: bool = False  # mean of a per-example score in [0, 1], with the interval of ``share``
     ratio: bool = False  # the ratio of two models is meaningful, because 0 means no loss

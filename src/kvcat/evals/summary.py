@@ -1,6 +1,7 @@
 """Tables from samples: figures with intervals, and paired comparisons of models."""
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -182,6 +183,8 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
         change = draws - other_draws
         if metric.ratio:
             ratio = sample.bootstrap.estimate(draws / other_draws)
+        if metric.log_scale:  # never negative, so neither is the ratio; NaN stays NaN
+            ratio = replace(ratio, low=float(np.maximum(ratio.low, 0.0)))
     if metric.share and not several_runs:
         change = None
     difference, p_value = _difference(sample, other, name, change)

@@ -11,7 +11,7 @@ from kvcat.errors import InputError
 from kvcat.options import parse_spec
 from kvcat.training.config import TrainConfig
 
-__all__ = ["RECIPES", "Recipe", "qwen2_5_0_5b", "qwen2_5_1_5b", "small"]
+__all__ = ["BASE_RECIPES", "RECIPES", "VARIANTS", "Recipe", "qwen2_5_0_5b", "qwen2_5_1_5b", "small"]
 
 
 @dataclass(frozen=True)
@@ -61,51 +61,48 @@ _PAPER = {
 small = Recipe("small", "For a small model on a CPU: 300 steps of 4,096 tokens.", _SMALL)
 qwen2_5_0_5b = Recipe(
     "qwen2.5-0.5b",
-    "The paper's Qwen2.5-0.5B run on FineWeb-Edu, routers at layers 0, 6, 12, 18.",
+    "The paper's run of Qwen2.5-0.5B: 5.2 billion tokens of FineWeb-Edu.",
     {**_PAPER, "model": "Qwen/Qwen2.5-0.5B", "group_starts": (0, 6, 12, 18)},
 )
 qwen2_5_1_5b = Recipe(
     "qwen2.5-1.5b",
-    "The paper's Qwen2.5-1.5B run on FineWeb-Edu, routers at layers 0, 7, 14, 21.",
+    "The paper's run of Qwen2.5-1.5B: 5.2 billion tokens of FineWeb-Edu.",
     {**_PAPER, "model": "Qwen/Qwen2.5-1.5B", "group_starts": (0, 7, 14, 21)},
 )
 
 
-class _Variant(NamedTuple):
+class Variant(NamedTuple):
     """A variant that every recipe has: its description, and the fields that differ."""
 
     about: str
     values: dict[str, Any]
 
 
-_VARIANTS = {
-    "control": _Variant(
-        "with the plain next-token loss (the control), on the same tokens", {"policy": "control"}
+BASE_RECIPES = (small, qwen2_5_0_5b, qwen2_5_1_5b)
+VARIANTS = {
+    "control": Variant("The plain next-token loss: the control.", {"policy": "control"}),
+    "random": Variant(
+        "Random masks that keep half of the slots (the paper's Rand).", {"policy": "random"}
     ),
-    "random": _Variant(
-        "with random masks that keep half of the slots (the paper's Rand ablation)",
-        {"policy": "random"},
+    "attention": Variant(
+        "Masks that keep the half with the most attention mass (Attn).", {"policy": "attention"}
     ),
-    "attention": _Variant(
-        "with masks that keep the half with the most attention mass (the paper's Attn ablation)",
-        {"policy": "attention"},
-    ),
-    "frozen-teacher": _Variant(
-        "with the frozen base as the teacher of both passes (the paper's footnote)",
-        {"teacher": "frozen"},
+    "frozen-teacher": Variant(
+        "The frozen base teaches both passes (the paper's footnote).", {"teacher": "frozen"}
     ),
 }
+"""Variants by the end of their recipe's name: ``small-control``."""
 
 
 def _recipes() -> dict[str, Recipe]:
     """All recipes and their variants, by name."""
-    recipes = {recipe.name: recipe for recipe in (small, qwen2_5_0_5b, qwen2_5_1_5b)}
+    recipes = {recipe.name: recipe for recipe in BASE_RECIPES}
     variants: dict[str, Recipe] = {}
     for name, recipe in recipes.items():
-        for suffix, variant in _VARIANTS.items():
+        for suffix, variant in VARIANTS.items():
             variants[f"{name}-{suffix}"] = dataclasses.replace(
                 recipe,
-                about=f"{name}, {variant.about}.",
+                about=f"{name}: {variant.about}",
                 values={**recipe.values, **variant.values},
             )
     return {**recipes, **variants}

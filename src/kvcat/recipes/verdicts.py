@@ -50,7 +50,7 @@ def _loss_answer(results: Results) -> str:
     answer = (
         f"With {_percent(keep_ratio)} of the slots, {default} moves predictions by "
         f"{ours['figure'].text} {ours['figure'].interval} nats per token (KL), and the most likely "
-        f"next token stays the same in {same}% of places."
+        f"next token stays the same in {same} % of places."
     )
     others = at_size.drop(index=default)
     if others.empty:
@@ -131,4 +131,4 @@ def _cells(results: Results, metric: str) -> pd.DataFrame:
 
 
 def _percent(share: float) -> str:
-    return f"{100.0 * share:g}%"
+    return f"{100.0 * share:g} %"

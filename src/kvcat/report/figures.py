@@ -175,8 +175,8 @@ def _judgement(row: pd.Series) -> dict[str, Any]:
 
 
 def keep_label(keep_ratio: float) -> str:
-    """A keep ratio in percent, e.g. ``5%``."""
-    return f"{100.0 * keep_ratio:g}%"
+    """A keep ratio in percent, e.g. ``5 %``."""
+    return f"{100.0 * keep_ratio:g} %"
 
 
 def step_label(step: int) -> str:

@@ -127,7 +127,7 @@ class Section:
                 f"{place}. No primary cell was named before the run, so every cell is exploratory"
             )
         is_named = self.results.config["primary"].get("named")
-        chosen = "named before the run" if is_named else "first method at its first keep"
+        chosen = "named before the run" if is_named else "by default the first method and size"
         return f"{place}: the primary cell, {chosen}"
 
     @property

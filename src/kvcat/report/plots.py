@@ -357,7 +357,7 @@ def _draw_lines(axes: Any, rows: pd.DataFrame, x: str, metric: str, models: Sequ
 
 def _set_keep_axis(axes: Any, rows: pd.DataFrame) -> None:
     keeps = sorted(rows["keep_ratio"].unique())
-    labels = [keep_label(keep).rstrip("%") for keep in keeps]
+    labels = [f"{100.0 * keep:g}" for keep in keeps]
     axes.set_xscale("log")
     axes.set_xticks(keeps, labels, fontsize=10 if len(keeps) < 7 else 8)
     axes.minorticks_off()

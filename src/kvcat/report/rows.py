@@ -190,7 +190,7 @@ def incomplete(
             method, keep_ratio = worst
             count = f"{wanted[worst] - lacking[worst]} of {wanted[worst]} examples"
             lines.append(
-                f"Incomplete: {model} has {count} of {method} at {100 * keep_ratio:g}%. "
+                f"Incomplete: {model} has {count} of {method} at {100 * keep_ratio:g} %. "
                 "Its figures are therefore over other examples."
             )
     return lines

@@ -305,7 +305,7 @@ def _table(
     frame = _useful_columns(frame)
     if "model" in frame and len(results.models) == 1:
         frame = frame.drop(columns="model")
-    all_notes = ["95% intervals.", *results.warnings, *_small_sample_notes(rows), *notes]
+    all_notes = ["95 % intervals.", *results.warnings, *_small_sample_notes(rows), *notes]
     figures = [cell for cell in frame.to_numpy().flat if isinstance(cell, Figure)]
     if results.paper_note and any(figure.paper for figure in figures):
         all_notes.append(results.paper_note)

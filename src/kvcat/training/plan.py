@@ -127,8 +127,8 @@ def plan(config: TrainConfig) -> dict[str, str]:
         "memory per device": f"about {memory.gib:.1f} GiB: {memory.state / 2**30:.1f} for "
         f"weights, gradients and moments, {memory.activations / 2**30:.1f} for activations and "
         "logits",
-        "time": f"about {hours:,.1f} hours at {utilisation:.0%} of {speed.flops / 1e12:,.2f} "
-        f"TFLOP/s a process ({speed.source})",
+        "time": f"about {hours:,.1f} hours at {100 * utilisation:.0f} % of "
+        f"{speed.flops / 1e12:,.2f} TFLOP/s a process ({speed.source})",
         "output": config.output,
     }
 
