@@ -166,9 +166,18 @@ def answers_to(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     options: argparse.Namespace,
-    known: set,
+    known: dict[tuple[str, str, float], str],
 ) -> Iterator[dict[str, Any]]:
-    """A record per condition and keep ratio that is not known yet."""
+    """A record per condition and keep ratio that is not known yet.
+
+    The whole cache comes first. If the model does not obey with it, there is nothing else to ask.
+
+    Args:
+        instruction: the one to obey.
+        model, tokenizer: who obeys.
+        options: of the command.
+        known: answers by instruction, condition and keep ratio.
+    """
     text = document(instruction, options.sentences)
     trace = document_trace(model, tokenizer, text, supervision="self", chat=True)
     ranges = protected_ranges(tokenizer, text, passages=[instruction.text], chat=True)
@@ -178,21 +187,23 @@ def answers_to(
         conditions += [(method, None, keep) for keep in options.keep]
         conditions += [(f"{method}, protected", ranges, keep) for keep in options.keep]
     for condition, protect, keep in conditions:
-        if (instruction.name, condition, keep) in known:
-            continue
-        cache = trace.dense_cache()
-        if condition != "dense":
-            method = make_compressor(condition.removesuffix(", protected"))
-            cache = method(trace, keep_ratio=keep, protect=protect or ())
-        (tokens,) = greedy_answers(model, cache, [question], ANSWER_TOKENS)
-        answer = tokenizer.decode(tokens, skip_special_tokens=True)
-        yield {
-            "document": instruction.name,
-            "condition": condition,
-            "keep": keep,
-            "tokens": trace.prefix_len,
-            "answer": answer,
-        }
+        answer = known.get((instruction.name, condition, keep))
+        if answer is None:
+            cache = trace.dense_cache()
+            if condition != "dense":
+                method = make_compressor(condition.removesuffix(", protected"))
+                cache = method(trace, keep_ratio=keep, protect=protect or ())
+            (tokens,) = greedy_answers(model, cache, [question], ANSWER_TOKENS)
+            answer = tokenizer.decode(tokens, skip_special_tokens=True)
+            yield {
+                "document": instruction.name,
+                "condition": condition,
+                "keep": keep,
+                "tokens": trace.prefix_len,
+                "answer": answer,
+            }
+        if condition == "dense" and not instruction.obeys(answer):
+            return
 
 
 def report(records: Sequence[dict[str, Any]], keeps: Sequence[float]) -> None:
@@ -219,7 +230,10 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet, and print its table."""
     everything = read_jsonl(options.out) if options.out.exists() else []
     records = [record for record in everything if record["model"] == named.label]
-    known = {(record["document"], record["condition"], record["keep"]) for record in records}
+    known = {
+        (record["document"], record["condition"], record["keep"]): record["answer"]
+        for record in records
+    }
     model = named.load()
     for instruction in tqdm(instructions(), named.label):
         for made in answers_to(instruction, model, named.tokenizer, options, known):
