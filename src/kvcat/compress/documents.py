@@ -1,6 +1,6 @@
 """Documents as token ids, plain or in a chat template, with a copy that supervises compression."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -25,6 +25,8 @@ INSTRUCTION = (
     "\nReproduce the preceding passage verbatim. "
     "Preserve every word, digit, and punctuation mark.\n"
 )
+
+_LONGEST_TOKEN = 128  # characters
 
 
 def reconstruction(
@@ -212,10 +214,12 @@ def protected_ranges(
 
     def range_of(start: int, stop: int) -> Range:
         """The tokens that hold characters of the document from start to stop."""
-        before = [*opening, *encoder.joined([*head, Piece(text[:start])])]
-        after = encoder.behind(text[stop:])
-        num_after = _num_common(after[::-1], tokens[::-1])
-        return _num_common(before, tokens), len(tokens) - num_after
+        starts = range(start, max(0, start - _LONGEST_TOKEN) - 1, -1)
+        before = ([*opening, *encoder.joined([*head, Piece(text[:end])])] for end in starts)
+        stops = range(stop, min(len(text), stop + _LONGEST_TOKEN) + 1)
+        after = (encoder.behind(text[begin:])[::-1] for begin in stops)
+        num_before = _most_in_common(before, tokens)
+        return num_before, len(tokens) - _most_in_common(after, tokens[::-1])
 
     ranges: list[Range] = []
     if system:
@@ -234,6 +238,24 @@ def protected_ranges(
             ranges.append(range_of(place, stop))
             place = text.find(passage, stop)
     return ranges
+
+
+def _most_in_common(parts: Iterable[Sequence[int]], tokens: Sequence[int]) -> int:
+    """The largest number of tokens with which a part and ``tokens`` begin.
+
+    Args:
+        parts: tokens of ever shorter parts of the text. The cut of a part may go through a token,
+            so that its last tokens are others; the first part that is cut between two tokens is the
+            last one to look at.
+        tokens: of the whole text.
+    """
+    most = 0
+    for part in parts:
+        num_common = _num_common(part, tokens)
+        most = max(most, num_common)
+        if num_common == len(part):
+            break
+    return most
 
 
 def _num_common(first: Sequence[int], second: Sequence[int]) -> int:
