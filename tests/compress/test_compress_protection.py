@@ -7,7 +7,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import HealthCheck, given, settings
+from hypothesis import example as with_example
 from hypothesis import strategies as st
 from test_compress_contract import RAGGED, ROWS, table
 
@@ -219,7 +220,9 @@ def system_tokenizer():
 
 
 @settings(max_examples=25, deadline=None)
-@example(words=["sees", "the", "the"], bounds=(1, 1), chat=False)  # "se" alone is another token
+@with_example(
+    words=["sees", "the", "the"], bounds=(1, 1), chat=False
+)  # "se" alone is another token
 @given(
     words=st.lists(st.sampled_from(WORDS), min_size=3, max_size=20),
     bounds=st.tuples(st.integers(0, 60), st.integers(1, 12)),

@@ -240,20 +240,20 @@ def protected_ranges(
     return ranges
 
 
-def _most_in_common(parts: Iterable[Sequence[int]], tokens: Sequence[int]) -> int:
-    """The largest number of tokens with which a part and ``tokens`` begin.
+def _most_in_common(cut_texts: Iterable[Sequence[int]], tokens: Sequence[int]) -> int:
+    """The largest number of tokens with which a cut text and ``tokens`` begin.
 
     Args:
-        parts: tokens of ever shorter parts of the text. The cut of a part may go through a token,
-            so that its last tokens are others; the first part that is cut between two tokens is the
-            last one to look at.
+        cut_texts: tokens of the text, cut shorter and shorter. A cut may go through a token, so
+            that the last tokens before it are others; the first cut between two tokens is the last
+            one to look at.
         tokens: of the whole text.
     """
     most = 0
-    for part in parts:
-        num_common = _num_common(part, tokens)
+    for cut_tokens in cut_texts:
+        num_common = _num_common(cut_tokens, tokens)
         most = max(most, num_common)
-        if num_common == len(part):
+        if num_common == len(cut_tokens):
             break
     return most
 
