@@ -194,7 +194,7 @@ def answers_to(
                 method = make_compressor(condition.removesuffix(", protected"))
                 cache = method(trace, keep_ratio=keep, protect=protect or ())
             (tokens,) = greedy_answers(model, cache, [question], ANSWER_TOKENS)
-            answer = tokenizer.decode(tokens, skip_special_tokens=True)
+            answer = str(tokenizer.decode(tokens, skip_special_tokens=True))
             yield {
                 "document": instruction.name,
                 "condition": condition,
