@@ -220,9 +220,7 @@ def system_tokenizer():
 
 
 @settings(max_examples=25, deadline=None)
-@with_example(
-    words=["sees", "the", "the"], bounds=(1, 1), chat=False
-)  # "se" is one token
+@with_example(words=["sees", "the", "the"], bounds=(1, 1), chat=False)  # "se" is one token
 @given(
     words=st.lists(st.sampled_from(WORDS), min_size=3, max_size=20),
     bounds=st.tuples(st.integers(0, 60), st.integers(1, 12)),
