@@ -172,16 +172,22 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def report(records: list[dict[str, Any]]) -> None:
-    """Print a row per way: mean KL, and its ratio to that of one shot, with 95 % intervals."""
+    """Print a row per way: mean KL, and its ratio to that of one shot, with 95 % intervals.
+
+    The last figures are the smallest and the largest ratio of a single window.
+    """
     frame = pd.DataFrame(records)
     one_shot = frame[frame.row == "one shot"].set_index("window").kl
-    print("| | slots | KL | over one shot | processor seconds |\n|---|---|---|---|---|")
+    print("| | slots | KL | over one shot | single windows | processor seconds |")
+    print("|---|---|---|---|---|---|")
     for name, group in frame.groupby("row", sort=False):
         bootstrap = ClusterBootstrap(list(group.document))
         kl = group.kl.to_numpy()
         reference = one_shot[group.window].to_numpy()
         ratio = bootstrap.estimate(bootstrap.of_means(np.divide, kl, reference))
+        single = kl / reference
         figures = f"{written(bootstrap.mean(kl))} | {written(ratio)}"
+        figures += f" | {single.min():.2f} to {single.max():.2f}"
         slots = f"{group.slots.mean():.1f}"
         print(f"| {name} | {slots} | {figures} | {group.processor_seconds.mean():.1f} |")
 

@@ -13,6 +13,7 @@ control both have. Pages mark the place of a table by its name.
 import argparse
 import re
 import sys
+import textwrap
 from functools import lru_cache
 from pathlib import Path
 
@@ -119,11 +120,11 @@ def comparison_table(comparison: Comparison) -> str:
     for metric, title in (("nll_dense", "Dense NLL"), ("context_gain", "context gain")):
         row = comparison.dense.loc[metric]
         changes.append(f"{title} {shown(difference_figure(row))} p {p_text(row['p'])}")
-    lines = [
+    about = (
         f"`{comparison.model}` against `{comparison.control}`: {runs}, {sizes['num_examples']} "
-        f"windows of {sizes['num_documents']} documents. {'; '.join(changes)}.",
-        "",
-    ]
+        f"windows of {sizes['num_documents']} documents. {'; '.join(changes)}."
+    )
+    lines = [*textwrap.wrap(about, width=100, break_on_hyphens=False), ""]
     keeps = sorted(comparison.cells["keep_ratio"].unique())
     lines += header(["", *(keep_label(keep) for keep in keeps)])
     for metric, title in PARTS.items():
