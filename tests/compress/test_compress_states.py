@@ -6,8 +6,6 @@ the slots that were evicted, in the layers of full attention alone.
 
 import pytest
 import torch
-from transformers import AttentionInterface
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 import kvcat
 from kvcat.cache import CompactCache
@@ -17,6 +15,7 @@ from kvcat.evals.answers import greedy_answers
 from kvcat.models import MaskedPass, self_test
 from kvcat.models.rotation import KeyRotation
 from kvcat.policies import RandomPolicy
+from states_oracle import stock_logits, visible
 from stays_double import StaysDouble
 from tiny import TRANSFORMERS, loud_model, refusal
 
@@ -119,30 +118,6 @@ ALL = [
 ]
 
 
-def oracle_attention(module, query, key, value, attention_mask, seen=None, s_aux=None, **options):
-    """Attention written out, with the mask of a layer in ``seen`` in the place of transformers'."""
-    repeats = query.shape[1] // key.shape[1]
-    mask = attention_mask
-    if seen is not None and module.layer_idx in seen:
-        mask = seen[module.layer_idx].repeat_interleave(repeats, dim=1)
-    keys = key.repeat_interleave(repeats, dim=1)
-    values = value.repeat_interleave(repeats, dim=1)
-    scaling = options.get("scaling") or query.shape[-1] ** -0.5
-    mass = (query @ keys.mT * scaling).masked_fill(~mask, -torch.inf).exp()
-    total = mass.sum(-1, keepdim=True)
-    if s_aux is not None:
-        total = total + s_aux.exp()[:, None, None]
-    return (mass / total @ values).transpose(1, 2).contiguous(), None
-
-
-def oracle_mask(**options):
-    return sdpa_mask(**{**options, "allow_is_causal_skip": False})
-
-
-AttentionInterface.register("oracle", oracle_attention)
-AttentionMaskInterface.register("oracle", oracle_mask)
-
-
 def tokens(rows=2, length=TOKENS):
     return torch.randint(3, 67, (rows, length), generator=torch.Generator().manual_seed(0))
 
@@ -159,29 +134,6 @@ def small_model(name, dtype=torch.float64):
     return model
 
 
-@torch.no_grad()
-def stock_logits(model, ids, seen=None):
-    """Logits of the suffix by transformers' forward of the whole text."""
-    before = model.config._attn_implementation
-    model.set_attn_implementation("eager" if seen is None else "oracle")
-    options = {} if seen is None else {"seen": seen}
-    logits = model(input_ids=ids, use_cache=False, **options).logits[:, PREFIX:]
-    model.set_attn_implementation(before)
-    return logits
-
-
-def visible(cache, num_tokens):
-    """By layer, which keys each token sees: all earlier ones, but behind the prefix its slots."""
-    seen = {}
-    for number, layer in zip(cache.layer_numbers, cache.layers, strict=True):
-        mask = torch.ones(*layer.counts.shape, num_tokens, num_tokens, dtype=torch.bool).tril()
-        kept = torch.zeros(*layer.counts.shape, PREFIX, dtype=torch.bool)
-        kept.scatter_(2, layer.positions, True)
-        mask[:, :, PREFIX:, :PREFIX] = kept[:, :, None]
-        seen[number] = mask
-    return seen
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_an_evicted_cache_answers_as_transformers_with_a_mask_in_the_layers_of_full_attention(
     name,
@@ -194,8 +146,8 @@ def test_an_evicted_cache_answers_as_transformers_with_a_mask_in_the_layers_of_f
         cache = Eviction("keynorm")(trace, num_slots=6)
         actual = kvcat.replay(model, cache, ids[:, PREFIX:])
         whole = kvcat.replay(model, trace.dense_cache(), ids[:, PREFIX:])
-        expected = stock_logits(model, ids, visible(cache, TOKENS))
-        dense = stock_logits(model, ids)
+        expected = stock_logits(model, ids, PREFIX, visible(cache, TOKENS))
+        dense = stock_logits(model, ids, PREFIX)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-8)
     torch.testing.assert_close(whole, dense, rtol=0, atol=1e-8)
     torch.testing.assert_close(trace.logits, dense, rtol=0, atol=1e-8)
@@ -215,7 +167,7 @@ def test_generation_continues_as_transformers_with_that_mask_and_serves_several_
     for question, row in zip(questions, made, strict=True):
         text = torch.cat([ids[0, :PREFIX], question])[None]
         for _ in range(4):
-            logits = stock_logits(model, text, visible(cache, text.shape[1]))
+            logits = stock_logits(model, text, PREFIX, visible(cache, text.shape[1]))
             text = torch.cat([text, logits[:, -1:].argmax(-1)], dim=1)
         assert row.tolist() == text[0, PREFIX:].tolist()
     again = model.generate(
@@ -288,7 +240,7 @@ def test_a_trace_of_the_document_alone_in_chunks_and_in_few_bits_works(name):
     method = kvcat.AttentionMatching()
     for trace in (alone, in_chunks):
         logits = kvcat.replay(model, method(trace, keep_ratio=1), ids[:, PREFIX:])
-        torch.testing.assert_close(logits, stock_logits(model, ids), rtol=0, atol=1e-3)
+        torch.testing.assert_close(logits, stock_logits(model, ids, PREFIX), rtol=0, atol=1e-3)
     packed = make_compressor("attention-matching", bits=8)(alone, num_slots=10)
     assert packed.nbytes < method(alone, num_slots=10).nbytes
     assert kvcat.replay(model, packed, ids[:, PREFIX:]).isfinite().all()
@@ -305,7 +257,7 @@ def test_a_conversation_grows_by_append_and_by_a_trace_with_a_past(name):
         first = kvcat.trace(model, ids, PREFIX).dense_cache()
         longer = kvcat.append(model, first, ids[:, PREFIX:TOKENS])
         actual = kvcat.replay(model, longer, ids[:, TOKENS:])
-        expected = stock_logits(model, ids)[:, TOKENS - PREFIX :]
+        expected = stock_logits(model, ids, PREFIX)[:, TOKENS - PREFIX :]
         grown = kvcat.trace(model, ids, TOKENS, past=first)
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-8)
     torch.testing.assert_close(grown.logits, expected, rtol=0, atol=1e-8)
@@ -357,7 +309,9 @@ def test_padding_is_rejected_and_questions_of_unequal_length_are_answered_in_bat
         text = torch.cat([ids[row, :PREFIX], torch.tensor(question)])[None]
         for _ in range(3):
             seen = visible(cache.select([row]), text.shape[1])
-            text = torch.cat([text, stock_logits(model, text, seen)[:, -1:].argmax(-1)], dim=1)
+            text = torch.cat(
+                [text, stock_logits(model, text, PREFIX, seen)[:, -1:].argmax(-1)], dim=1
+            )
         assert answer == text[0, -3:].tolist()
 
 
