@@ -111,7 +111,7 @@ class Trace:
         prefix_queries: per layer, queries after rotation at these positions.
         scales: per layer, the factor on q.k.
         stream: per layer, the squared norm of the residual stream at its input, as the median over
-            tokens.
+            tokens, comparable with the output of the attention (``Capture``).
         hidden: input of the output head, from the last position of the prefix on.
         fingerprint: identifies the model's weights.
         past_len: number of tokens that the compact cache represents; 0: there is no such cache.

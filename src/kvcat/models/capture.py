@@ -9,6 +9,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -25,7 +27,7 @@ from kvcat.cache import (
 )
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.errors import InputError, check_least
-from kvcat.models.structure import decoder_layers, hidden_states
+from kvcat.models.structure import attention_child, decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor
 
 
@@ -41,7 +43,8 @@ class Capture:
             ``hidden_start`` on.
         scales: per layer, the factor on q.k.
         stream: per layer, the squared norm of the residual stream that enters it, the median over
-            tokens.
+            tokens. Where a norm follows the attention, this is divided by the factor by which the
+            norm enlarges the attention's output, so that it compares with that output.
     """
 
     keys: list[Float[Tensor, "batch _ _ _"]]
@@ -114,6 +117,8 @@ def capture(
         for number, layer in enumerate(modules):
             hook = partial(recording.measure, number=number)
             stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
+            for handle in recording.watch_norm(layer, number):
+                stack.enter_context(handle)
         starts = range(0, num_tokens, chunk_tokens)
         for start, chunk in zip(starts, input_ids.split(chunk_tokens, dim=1), strict=True):
             recording.begin_chunk(chunk, start)
@@ -152,6 +157,9 @@ class _Recording:
         # per layer, one tensor for each chunk
         self.queries: dict[int, list[Tensor]] = {number: [] for number in numbers}
         self.norms: dict[int, list[Tensor]] = {number: [] for number in numbers}
+        # squared norm behind a norm that follows the attention, relative to that before it
+        self.enlargements: dict[int, list[Tensor]] = {number: [] for number in numbers}
+        self.attention_output: Tensor | None = None
 
     def begin_chunk(self, chunk: Int[Tensor, "batch tokens"], start: int) -> None:
         """Choose the queries to keep of a chunk whose first token has the position ``start``."""
@@ -185,6 +193,39 @@ class _Recording:
             self.norms[number].append(states.float().square().sum(-1))
         self.bar.update()
 
+    def watch_norm(self, layer: nn.Module, number: int) -> list[RemovableHandle]:
+        """Hooks that measure how much a norm between the attention and the stream enlarges.
+
+        Gemma 3 and OLMo 2 have such a norm. It is the module of the layer that gets the attention's
+        output itself; other models add this output to the stream first.
+        """
+        attention = attention_child(layer)
+        if attention is None or number not in self.enlargements:
+            return []
+
+        def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            self.attention_output = output[0] if isinstance(output, tuple) else output
+
+        def compare(_module: nn.Module, args: Any, output: Any) -> None:
+            before = self.attention_output
+            if before is None or not args or args[0] is not before:
+                return
+            self.attention_output = None
+            size = before.float().square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
+            self.enlargements[number].append(output.float().square().sum(-1) / size)
+
+        others = [child for child in layer.children() if child is not attention]
+        handles = [attention.register_forward_hook(keep)]
+        handles += [child.register_forward_hook(compare) for child in others]
+        return handles
+
+    def _stream(self, layer: int) -> Float[Tensor, " batch"]:
+        """The squared norm of the stream as ``Capture`` has it."""
+        stream = torch.cat(self.norms[layer], dim=1).median(dim=1).values
+        if self.enlargements[layer]:
+            stream = stream / torch.cat(self.enlargements[layer], dim=1).median(dim=1).values
+        return stream
+
     def result(self, hidden: list[Tensor]) -> Capture:
         """The capture of all chunks; ``hidden`` has the kept hidden states of each."""
         if sorted(self.latest) != sorted(self.numbers):
@@ -205,7 +246,7 @@ class _Recording:
             queries.append(_joined(self.queries[layer]))
             # only one layer's queries are in memory twice, as chunks and joined
             self.queries[layer] = []
-            stream.append(torch.cat(self.norms[layer], dim=1).median(dim=1).values)
+            stream.append(self._stream(layer))
         return Capture(keys, values, queries, _joined(hidden), scales, stream)
 
 

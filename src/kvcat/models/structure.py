@@ -86,6 +86,16 @@ def _output_projection(layer: nn.Module) -> Float[Tensor, "hidden channels"] | N
     return None
 
 
+def attention_child(layer: nn.Module) -> nn.Module | None:
+    """The direct child of a layer with the output projection; None if it has no usual name."""
+    for name, module in layer.named_modules():
+        child, _, last_name = name.partition(".")
+        is_projection = last_name in _OUTPUT_PROJECTIONS and isinstance(module, nn.Linear)
+        if is_projection:
+            return layer.get_submodule(child)
+    return None
+
+
 def positions_of(config: PreTrainedConfig) -> int:
     """Longest sequence of a model; ``sys.maxsize`` if its configuration sets no limit."""
     text = config.get_text_config(decoder=True)
