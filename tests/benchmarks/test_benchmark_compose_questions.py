@@ -41,7 +41,9 @@ def test_every_condition_is_asked_once_and_an_interrupted_set_goes_on(capsys):
     cells = [(record["document"], record["condition"], record["keep"]) for record in records]
     assert len(set(cells)) == len(cells) == 3 + 5
     assert [len(record["answers"]) for record in records] == [2] * 8
-    rest = list(records_of(documents, model, [0.2], set(cells[:5])))
-    assert [record["answers"] for record in rest] == [record["answers"] for record in records[5:]]
+    continued = list(records_of(documents, model, [0.2], set(cells[:5])))
+    assert [record["answers"] for record in continued] == [
+        record["answers"] for record in records[5:]
+    ]
     report(records)
     assert "2 questions: 2 about 2 documents" in capsys.readouterr().out

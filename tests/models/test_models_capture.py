@@ -72,9 +72,11 @@ def test_where_a_norm_follows_the_attention_the_stream_is_as_much_smaller_as_the
             layer.register_forward_pre_hook(
                 lambda _, args, kwargs: entering.append(args[0]), with_kwargs=True
             ),
-            layer.self_attn.register_forward_hook(lambda *parts: outputs.append(parts[2][0])),
+            layer.self_attn.register_forward_hook(
+                lambda _layer, _args, output: outputs.append(output[0])
+            ),
             getattr(layer, NORM_NAMES.get(kind, "post_attention_layernorm")).register_forward_hook(
-                lambda *parts: added.append(parts[2])
+                lambda _layer, _args, output: added.append(output)
             ),
         ]
     with torch.no_grad():
