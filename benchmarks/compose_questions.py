@@ -16,10 +16,11 @@ the other documents are what it can be confused with.
     truncated     the beginning and the end of each document, as many tokens as the caches have
                   slots, read together
 
-All but the truncated text keep every slot (dense), or --keep of them by Attention Matching fitted
-to each document's own queries. Intervals are Wilson's for the number of sets, as if the questions
-of one set were copies. Every answer is written to --out when it is made; the same command continues
-an interrupted run.
+All but the truncated text keep every slot (dense), or --keep of them by Attention Matching, fitted
+to a repetition of the text ("reconstruction", as `kvcat compress` does by default) or with
+--supervision self to its own queries. Intervals are Wilson's for the number of sets, as if the
+questions of one set were copies. Every answer is written to --out when it is made; the same command
+continues an interrupted run.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for
-from kvcat.compress.documents import chat_parts
+from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, number, shuffled
 from kvcat.evals.longbench import cut_middle
@@ -92,11 +93,16 @@ class DocumentSet:
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: self.size]]
 
     @cached_property
+    def opening(self) -> list[int]:
+        """Token ids of the opening of a user's turn."""
+        return self._encode(chat_parts(self.tokenizer)[0])
+
+    @cached_property
     def documents(self) -> list[list[int]]:
         """Token ids of each document; the first has the opening of the chat template as well."""
         draw = draws(self.seed, "text", self.size, self.length, self.index)
         chosen = shuffled(draw, list(self.books))[: self.size]
-        opening = self._encode(chat_parts(self.tokenizer)[0])
+        opening = self.opening
         documents = []
         for book, (name, code) in zip(chosen, self.facts, strict=True):
             sentences = SENTENCE_END.split(book)
@@ -130,8 +136,8 @@ class DocumentSet:
 
     def truncated(self, keep: float) -> list[int]:
         """Both ends of each document, as many tokens in all as the caches have slots."""
-        opening = len(self._encode(chat_parts(self.tokenizer)[0]))
-        ids = self.documents[0][:opening]
+        opening = len(self.opening)
+        ids = list(self.opening)
         total = sum(len(document) for document in self.documents)
         room = max(2 * self.size, slots_for(total, keep, None) - opening)
         for place, document in enumerate(self.documents):
@@ -141,17 +147,27 @@ class DocumentSet:
         return ids
 
 
-def self_trace(model: PreTrainedModel, ids: Sequence[int]) -> Trace:
-    """A text as the prefix, with its own queries."""
-    return kvcat.trace(model, torch.tensor([ids]), supervision="self")
+def dense_cache_of(model: PreTrainedModel, ids: Sequence[int]) -> CompactCache:
+    """Every slot of a text."""
+    return kvcat.trace(model, torch.tensor([ids]), supervision="self").dense_cache()
 
 
 def caches_of(
-    documents: DocumentSet, model: PreTrainedModel, keeps: Sequence[float]
+    documents: DocumentSet, model: PreTrainedModel, keeps: Sequence[float], supervision: str
 ) -> Iterator[tuple[str, float, Callable[[], CompactCache]]]:
     """Condition, keep ratio and a function that makes the cache."""
-    joint_trace = self_trace(model, [i for document in documents.documents for i in document])
-    traces = [self_trace(model, ids) for ids in documents.documents]
+
+    def traced(texts: Sequence[Sequence[int]]) -> Trace:
+        """Texts one behind the other as a prefix."""
+        ids = torch.tensor([[token for text in texts for token in text]])
+        if supervision == "self":
+            return kvcat.trace(model, ids, supervision="self")
+        return kvcat.trace(
+            model, reconstruction_of_tokens(documents.tokenizer, ids, documents.opening)
+        )
+
+    joint_trace = traced(documents.documents)
+    traces = [traced([document]) for document in documents.documents]
     method = kvcat.AttentionMatching()
 
     def apart(keep: float, seam: int, refit: Trace | None) -> CompactCache:
@@ -165,7 +181,7 @@ def caches_of(
         return joint_trace.dense_cache() if keep == 1 else method(joint_trace, keep_ratio=keep)
 
     def truncated(keep: float) -> CompactCache:
-        return self_trace(model, documents.truncated(keep)).dense_cache()
+        return dense_cache_of(model, documents.truncated(keep))
 
     for keep in (1.0, *keeps):
         makers: dict[str, Callable[[float], CompactCache]] = {
@@ -180,14 +196,18 @@ def caches_of(
 
 
 def records_of(
-    documents: DocumentSet, model: PreTrainedModel, keeps: Sequence[float], known: set
+    documents: DocumentSet,
+    model: PreTrainedModel,
+    keeps: Sequence[float],
+    known: set,
+    supervision: str = "reconstruction",
 ) -> Iterator[dict[str, Any]]:
     """A record per condition and keep ratio that is not known yet: the answers."""
     wanted = {(condition, keep) for keep in keeps for condition in COMPACT}
     wanted |= {(condition, 1.0) for condition in DENSE}
     if all((documents.name, *cell) in known for cell in wanted):
         return
-    for condition, keep, make in caches_of(documents, model, keeps):
+    for condition, keep, make in caches_of(documents, model, keeps, supervision):
         if (documents.name, condition, keep) in known:
             continue
         cache = make()
@@ -238,7 +258,7 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
         for size in options.sizes
     ]
     for documents in tqdm(sets, named.label):
-        for made in records_of(documents, model, options.keep, known):
+        for made in records_of(documents, model, options.keep, known, options.supervision):
             record = {"model": named.label, **made}
             append_jsonl(options.out, record)
             records.append(record)
@@ -259,6 +279,9 @@ def main() -> None:
     parser.add_argument("--sets", type=int, default=8, help="of each size")
     parser.add_argument("--length", type=int, default=192, help="tokens of a document")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.2, 0.1])
+    parser.add_argument(
+        "--supervision", choices=["reconstruction", "self"], default="reconstruction"
+    )
     parser.add_argument("--seed", default="test", help="of the sets")
     for_each_model(parser.parse_args(), run)
 

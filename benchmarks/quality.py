@@ -173,8 +173,8 @@ def table(records: Iterable[dict]) -> pd.DataFrame:
 
 
 def written(estimate: Estimate) -> str:
-    """A figure with its interval."""
-    return f"{estimate.value:.3g} [{estimate.low:.2g}, {estimate.high:.2g}]"
+    """A figure that is never negative, with its interval."""
+    return f"{estimate.value:.3g} [{max(0.0, estimate.low):.2g}, {estimate.high:.2g}]"
 
 
 def cell(losses: pd.DataFrame, bootstrap: ClusterBootstrap, way: str, methods: list[str]) -> str:
