@@ -9,12 +9,12 @@ asked, one question for each document: "What does the text say?", and the answer
 phone number of Anna is". A greedy answer is right if it contains the whole number; the numbers of
 the other documents are what it can be confused with.
 
-    joint         all documents read together: the dense cache, or its compression
-    apart         each document read by itself, and the caches composed with 8 seam tokens
-    apart, no seam     the same without seam tokens
-    apart, refit  the same with 8, and log-bias and values fitted again to all documents together
-    truncated     the beginning and the end of each document, as many tokens as the caches have
-                  slots, read together
+    joint           all documents read together: the dense cache, or its compression
+    apart           each document read by itself, and the caches composed with 8 seam tokens
+    apart, no seam  the same without seam tokens
+    apart, refit    the same with 8, and log-bias and values fitted again to all documents together
+    truncated       the beginning and the end of each document, up to as many tokens as the caches
+                    have slots, read together
 
 All but the truncated text keep every slot (dense), or --keep of them by Attention Matching, fitted
 to a repetition of the text ("reconstruction", as `kvcat compress` does by default) or with
@@ -26,9 +26,9 @@ continues an interrupted run.
 import argparse
 import platform
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +46,7 @@ from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, number, shuffled
 from kvcat.evals.longbench import cut_middle
-from kvcat.files import append_jsonl, read_jsonl
+from kvcat.files import append_jsonl
 
 SEAM = 8
 CHARACTERS = 80_000  # of a book that are read
@@ -147,52 +147,42 @@ class DocumentSet:
         return ids
 
 
-def dense_cache_of(model: PreTrainedModel, ids: Sequence[int]) -> CompactCache:
-    """Every slot of a text."""
-    return kvcat.trace(model, torch.tensor([ids]), supervision="self").dense_cache()
-
-
 def caches_of(
-    documents: DocumentSet, model: PreTrainedModel, keeps: Sequence[float], supervision: str
-) -> Iterator[tuple[str, float, Callable[[], CompactCache]]]:
-    """Condition, keep ratio and a function that makes the cache."""
+    documents: DocumentSet,
+    model: PreTrainedModel,
+    cells: Sequence[tuple[str, float]],
+    supervision: str,
+) -> Iterator[CompactCache]:
+    """The cache of each condition and keep ratio in ``cells``."""
 
-    def traced(texts: Sequence[Sequence[int]]) -> Trace:
-        """Texts one behind the other as a prefix."""
-        ids = torch.tensor([[token for text in texts for token in text]])
+    def traced(ids: Sequence[int]) -> Trace:
+        """A text as the prefix."""
+        prefix = torch.tensor([ids])
         if supervision == "self":
-            return kvcat.trace(model, ids, supervision="self")
-        return kvcat.trace(
-            model, reconstruction_of_tokens(documents.tokenizer, ids, documents.opening)
-        )
+            return kvcat.trace(model, prefix, supervision="self")
+        repeated = reconstruction_of_tokens(documents.tokenizer, prefix, documents.opening)
+        return kvcat.trace(model, repeated)
 
-    joint_trace = traced(documents.documents)
-    traces = [traced([document]) for document in documents.documents]
+    def cache_of(trace: Trace, keep: float) -> CompactCache:
+        return trace.dense_cache() if keep == 1 else method(trace, keep_ratio=keep)
+
+    @cache
+    def caches_apart(keep: float) -> list[CompactCache]:
+        return [cache_of(trace, keep) for trace in traces]
+
     method = kvcat.AttentionMatching()
-
-    def apart(keep: float, seam: int, refit: Trace | None) -> CompactCache:
-        if keep == 1:
-            caches = [trace.dense_cache() for trace in traces]
+    joint_trace = traced([token for document in documents.documents for token in document])
+    traces = [traced(document) for document in documents.documents]
+    for condition, keep in cells:
+        if condition == "joint":
+            yield cache_of(joint_trace, keep)
+        elif condition == "truncated":
+            text = torch.tensor([documents.truncated(keep)])
+            yield kvcat.trace(model, text, supervision="self").dense_cache()
         else:
-            caches = [method(trace, keep_ratio=keep) for trace in traces]
-        return kvcat.compose(model, caches, seam_tokens=seam, refit=refit)
-
-    def joint(keep: float) -> CompactCache:
-        return joint_trace.dense_cache() if keep == 1 else method(joint_trace, keep_ratio=keep)
-
-    def truncated(keep: float) -> CompactCache:
-        return dense_cache_of(model, documents.truncated(keep))
-
-    for keep in (1.0, *keeps):
-        makers: dict[str, Callable[[float], CompactCache]] = {
-            "joint": joint,
-            "apart": lambda keep: apart(keep, SEAM, None),
-            "apart, no seam": lambda keep: apart(keep, 0, None),
-            "apart, refit": lambda keep: apart(keep, SEAM, joint_trace),
-            "truncated": truncated,
-        }
-        for condition in DENSE if keep == 1 else COMPACT:
-            yield condition, keep, lambda keep=keep, make=makers[condition]: make(keep)
+            seam_tokens = 0 if condition == "apart, no seam" else SEAM
+            refit = joint_trace if condition == "apart, refit" else None
+            yield kvcat.compose(model, caches_apart(keep), seam_tokens=seam_tokens, refit=refit)
 
 
 def records_of(
@@ -203,21 +193,20 @@ def records_of(
     supervision: str = "reconstruction",
 ) -> Iterator[dict[str, Any]]:
     """A record per condition and keep ratio that is not known yet: the answers."""
-    wanted = {(condition, keep) for keep in keeps for condition in COMPACT}
-    wanted |= {(condition, 1.0) for condition in DENSE}
-    if all((documents.name, *cell) in known for cell in wanted):
+    cells = [(condition, 1.0) for condition in DENSE]
+    cells += [(condition, keep) for keep in keeps for condition in COMPACT]
+    missing = [cell for cell in cells if (documents.name, *cell) not in known]
+    if not missing:
         return
-    for condition, keep, make in caches_of(documents, model, keeps, supervision):
-        if (documents.name, condition, keep) in known:
-            continue
-        cache = make()
-        answers = greedy_answers(model, cache, documents.questions(), DIGITS + 2)
+    caches = caches_of(documents, model, missing, supervision)
+    for (condition, keep), compact in zip(missing, caches, strict=True):
+        answers = greedy_answers(model, compact, documents.questions(), DIGITS + 2)
         yield {
             "document": documents.name,
             "size": documents.size,
             "condition": condition,
             "keep": keep,
-            "slots": cache.mean_slots,
+            "slots": compact.mean_slots,
             "asked": documents.facts,
             "answers": [documents.tokenizer.decode(tokens) for tokens in answers],
         }
@@ -247,8 +236,7 @@ def report(records: Sequence[dict[str, Any]]) -> None:
 
 def run(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet, and print its table."""
-    everything = read_jsonl(options.out) if options.out.exists() else []
-    records = [record for record in everything if record["model"] == named.label]
+    records = named.records(options.out)
     known = {(record["document"], record["condition"], record["keep"]) for record in records}
     texts = books(options.data)
     model = named.load()

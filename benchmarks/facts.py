@@ -41,7 +41,7 @@ from kvcat.compress.documents import chat_parts
 from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, filler_lines, number, shuffled
-from kvcat.files import append_jsonl, read_jsonl
+from kvcat.files import append_jsonl
 
 ANSWER = "Noted."
 QUESTION = "What is the phone number of {}?"
@@ -222,8 +222,7 @@ def report(records: Sequence[dict[str, Any]]) -> None:
 
 def run(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet, and print its tables."""
-    everything = read_jsonl(options.out) if options.out.exists() else []
-    records = [record for record in everything if record["model"] == named.label]
+    records = named.records(options.out)
     known = {(record["document"], record["condition"], record["turns"]) for record in records}
     model = named.load()
     for index in tqdm(range(options.conversations), named.label):

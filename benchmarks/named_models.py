@@ -11,6 +11,7 @@ import torch
 
 import kvcat
 from kvcat.errors import InputError
+from kvcat.files import read_jsonl
 from kvcat.models import load_tokenizer
 
 
@@ -35,6 +36,11 @@ class NamedModel:
     def tokenizer(self) -> Any:
         """Loaded without the weights."""
         return load_tokenizer(self.path)
+
+    def records(self, file: Path) -> list[dict[str, Any]]:
+        """This model's records in a file, which need not exist yet."""
+        everything = read_jsonl(file) if file.exists() else []
+        return [record for record in everything if record["model"] == self.label]
 
     def load(self, device: str = "cpu") -> Any:
         """The model; its tokenizer is ``tokenizer``."""

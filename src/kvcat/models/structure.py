@@ -69,31 +69,26 @@ def output_gains(
     modules = decoder_layers(model)
     numbers = range(len(modules)) if layers is None else layers
     for number, num_heads in zip(numbers, kv_heads, strict=True):
-        weight = _output_projection(modules[number])  # (hidden, query heads x channels)
         columns = torch.ones(num_heads)
-        if weight is not None and weight.shape[1] % num_heads == 0:
-            columns = weight.detach().float().square().sum(0)
+        _, projection = next(_output_projections(modules[number]), ("", None))
+        if projection is not None and projection.in_features % num_heads == 0:
+            columns = projection.weight.detach().float().square().sum(0)
         gains.append(columns.reshape(num_heads, -1).mean(1))
     return gains
 
 
-def _output_projection(layer: nn.Module) -> Float[Tensor, "hidden channels"] | None:
-    """The first matrix of a layer that has a usual name of an output projection."""
-    for name, module in layer.named_modules():
-        last_name = name.rpartition(".")[2]
-        if last_name in _OUTPUT_PROJECTIONS and isinstance(module, nn.Linear):
-            return module.weight
-    return None
-
-
 def attention_child(layer: nn.Module) -> nn.Module | None:
     """The direct child of a layer with the output projection; None if it has no usual name."""
-    for name, module in layer.named_modules():
-        child, _, last_name = name.partition(".")
-        is_projection = last_name in _OUTPUT_PROJECTIONS and isinstance(module, nn.Linear)
-        if is_projection:
-            return layer.get_submodule(child)
+    for name, _ in _output_projections(layer):
+        return layer.get_submodule(name.partition(".")[0])
     return None
+
+
+def _output_projections(layer: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    """The linear modules of a layer that have a usual name of an output projection."""
+    for name, module in layer.named_modules():
+        if name.rpartition(".")[2] in _OUTPUT_PROJECTIONS and isinstance(module, nn.Linear):
+            yield name, module
 
 
 def positions_of(config: PreTrainedConfig) -> int:
