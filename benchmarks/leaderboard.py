@@ -175,20 +175,28 @@ def section(
     return "\n".join(lines)
 
 
-def whole_documents(asked: list[dict], methods: dict[str, str]) -> list[dict]:
-    """The records of the documents on which every condition has answered."""
-    conditions = [*map(condition_of, methods), "truncated@text"]
-    wanted = {(condition, keep) for condition in conditions for keep in KEEPS} | set(BASELINES)
+def whole_documents(asked: list[dict]) -> list[dict]:
+    """The records of the documents on which every condition has answered that a model was asked
+    in.
+    """
+    conditions: dict[str, set[str]] = {}
     answered: dict[tuple[str, str], set] = {}
     for record in asked:
+        conditions.setdefault(record["model"], set()).add(record["condition"])
         place = (record["model"], record["document"])
         answered.setdefault(place, set()).add((record["condition"], record["keep"]))
-    whole = {place for place, cells in answered.items() if cells >= wanted}
+    baselines = [condition for condition, _ in BASELINES]
+    whole = set()
+    for (model, document), cells in answered.items():
+        compact = conditions[model].difference(baselines)
+        wanted = {(condition, keep) for condition in compact for keep in KEEPS} | set(BASELINES)
+        if cells >= wanted:
+            whole.add((model, document))
     return [record for record in asked if (record["model"], record["document"]) in whole]
 
 
 def questions_table(asked: list[dict], methods: dict[str, str]) -> list[str]:
-    """The lines of the table of right answers."""
+    """The lines of the table of right answers, a row for every condition that was asked in."""
     dense, none = (answers(asked, condition, keep) for condition, keep in BASELINES)
     questions = sum(len(r["asked"]) for r in asked if r["condition"] == BASELINES[0][0])
     lines = [
@@ -203,7 +211,10 @@ def questions_table(asked: list[dict], methods: dict[str, str]) -> list[str]:
     ]
     conditions = {condition_of(method): name for method, name in methods.items()}
     conditions["truncated@text"] = "no compression: beginning and end of the text"
+    asked_in = {record["condition"] for record in asked}
     for condition, name in conditions.items():
+        if condition not in asked_in:
+            continue
         cells = [answers(asked, condition, keep) for keep in KEEPS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
@@ -260,7 +271,7 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
     """The whole page."""
     quality = of_documents(read_jsonl(options.out / "quality" / "records.jsonl"))
     questions = options.out / "questions.jsonl"
-    asked = whole_documents(read_jsonl(questions) if questions.exists() else [], methods)
+    asked = whole_documents(read_jsonl(questions) if questions.exists() else [])
     labels = [model.label for model in parse_models(options.model)]
     sections = [
         section(
