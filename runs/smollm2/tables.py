@@ -73,6 +73,7 @@ EXACT = {
     "control-64": "control, 262,000 more",
     "router-64": "Router, on the same",
     "attn-reader-w0.3-64": "`attn-reader`, weight .3, on the same",
+    "rand-w0.1-64": "Rand, weight .1, on the same",
 }
 PRICES = [("rand-w0.3-48", "rand-48"), ("rand-w0.1-48", "rand-48")]
 PRICES += [("attn-reader-w0.3-64", "attn-reader-64")]
