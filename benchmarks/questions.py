@@ -147,6 +147,23 @@ class Document:
         return trace(self.model, ids, supervision="self").dense_cache()
 
 
+def documents_of(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    lengths: Sequence[int],
+    counts: Sequence[int],
+    seed: str,
+) -> list[Document]:
+    """So many documents of each kind and length; kinds and lengths take turns."""
+    return [
+        Document(model, tokenizer, kind, length, seed, index)
+        for index in range(max(counts))
+        for length in lengths
+        for kind, count in zip(KINDS, counts, strict=True)
+        if index < count
+    ]
+
+
 def right(answer: str, code: str) -> bool:
     """Whether an answer contains the whole number."""
     return re.search(rf"(?<!\d){code}(?!\d)", answer) is not None
@@ -262,13 +279,7 @@ def ask(named: NamedModel, options: argparse.Namespace) -> None:
     known = {(r["document"], r["condition"], r["keep"]) for r in records}
     model = named.load()
     tokenizer = named.tokenizer
-    documents = [
-        Document(model, tokenizer, kind, length, options.seed, index)
-        for index in range(max(options.documents))
-        for length in options.lengths
-        for kind, count in zip(KINDS, options.documents, strict=True)
-        if index < count
-    ]
+    documents = documents_of(model, tokenizer, options.lengths, options.documents, options.seed)
     for document in tqdm(documents, named.label):
         for answers in answered(document, options.conditions, options.keep, known):
             record = {"model": named.label, **answers}
