@@ -45,6 +45,7 @@ BITS = ("16", "8", "8/4", "4")
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
 LENGTHS = (512, 1024)
 STYLES = {"16": ("o", "-"), "8": ("s", "--"), "8/4": ("D", "-."), "4": ("^", ":")}
+TICKS = (1, 2, 5, 10, 20, 50)
 WORDS = {
     "attention-matching": "Attention Matching, the default",
     "snapkv": "SnapKV",
@@ -274,10 +275,10 @@ def report(label: str, kl: pd.DataFrame, answers: pd.DataFrame) -> None:
     for title, rows in tables.items():
         print(f"\n{label}, {title}, by how many times fewer bytes")
         for row in rows.itertuples():
-            found: Any = row.estimate
+            estimate: Any = row.estimate
             print(
                 f"{row.method:<44}{row.bits:>5} bits  keep {row.keep:<6g}{row.fewer:6.1f}x  "
-                f"{found.value:.5f} [{found.low:.5f}, {found.high:.5f}]"
+                f"{estimate.value:.5f} [{estimate.low:.5f}, {estimate.high:.5f}]"
             )
 
 
@@ -287,7 +288,7 @@ def plot(tables: dict[str, tuple[pd.DataFrame, pd.DataFrame]], path: Path) -> No
     figure, axes = plt.subplots(
         1 + has_answers,
         len(tables),
-        figsize=(5 * len(tables), 4 * (1 + has_answers)),
+        figsize=(5.2 * len(tables), 4.2 * (1 + has_answers)),
         layout="constrained",
         squeeze=False,
     )
@@ -298,6 +299,8 @@ def plot(tables: dict[str, tuple[pd.DataFrame, pd.DataFrame]], path: Path) -> No
         for row in range(len(axes)):
             axis = axes[row, column]
             axis.set(xscale="log", xlabel="bytes, per cent of the whole cache in 16 bits")
+            axis.set_xticks(TICKS, [f"{tick:g}" for tick in TICKS])
+            axis.minorticks_off()
             axis.grid(alpha=0.3)
             if not len(panels[row]):
                 continue
@@ -308,7 +311,9 @@ def plot(tables: dict[str, tuple[pd.DataFrame, pd.DataFrame]], path: Path) -> No
     if has_answers:
         axes[1, 0].set_ylabel("share of right answers\n(higher is better)")
     handles, names = axes[0, 0].get_legend_handles_labels()
-    figure.legend(handles, names, fontsize="small", loc="outside lower center", ncols=3)
+    figure.legend(
+        handles, names, fontsize="small", loc="outside lower center", ncols=1 + (len(tables) > 1)
+    )
     figure.savefig(path, dpi=150)
 
 
@@ -316,7 +321,7 @@ def draw(axis: Any, series: pd.DataFrame, method: str, bits: str, colour: str) -
     """A method's caches of so many bits, with 95 % intervals."""
     marker, line = STYLES[bits]
     value, low, high = (
-        pd.Series([getattr(found, name) for found in series.estimate])
+        pd.Series([getattr(estimate, name) for estimate in series.estimate])
         for name in ("value", "low", "high")
     )
     axis.errorbar(
