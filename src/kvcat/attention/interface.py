@@ -25,9 +25,6 @@ NAME = "kvcat"
 KVRecord = Callable[[int, Tensor, Tensor, Tensor, float], None]
 """A function that gets a layer's number, its queries, keys and values after rotation, and the
 scale."""
-KVOutput = Callable[[int, Tensor], None]
-"""A function that gets a layer's number and the output of its attention, (rows, queries, heads,
-value_dim)."""
 Decision = Callable[[Tensor, Tensor, float, int | None, Tensor | None], Tensor]
 """A function that makes the visible slots from all rows' queries and keys after rotation, scale,
 window and sinks."""
@@ -90,7 +87,6 @@ def kvcat_attention(
     scaling: float | None = None,
     kv_gate: SlotGate | None = None,
     kv_record: KVRecord | None = None,
-    kv_output: KVOutput | None = None,
     s_aux: Float[Tensor, " heads"] | None = None,
     **kwargs: Any,
 ) -> tuple[Float[Tensor, "rows queries heads value_dim"], None]:
@@ -100,7 +96,6 @@ def kvcat_attention(
       ``prefix_len``, see ``attend_twice``.
     - The keys of a compact cache carry a log-bias or slots (``Carried``), which are attended to.
     - ``kv_record`` is called with queries, keys and values.
-    - ``kv_output`` is called with the output.
     - ``s_aux``: sinks, one more logit per query head in the softmax, without a value (gpt-oss).
 
     With a gate, carried slots or sinks, attention that they cannot be combined with is rejected.
@@ -112,7 +107,7 @@ def kvcat_attention(
             the keys (``kvcat_mask``).
         dropout: as in transformers.
         scaling: factor on q.k; None: head_dim ** -0.5.
-        kv_gate, kv_record, kv_output, s_aux: see above.
+        kv_gate, kv_record, s_aux: see above.
         **kwargs: further options of the model's attention.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -121,44 +116,27 @@ def kvcat_attention(
     stock = {"dropout": dropout, "scaling": scaling, **kwargs}
     if s_aux is not getattr(module, "sinks", None):  # where attention_sinks finds them
         raise InputError(f"{type(module).__name__} is not supported: sinks of an unknown place")
-    out = _attention(module, query, key, value, attention_mask, scale, kv_gate, s_aux, stock)
-    if kv_output is not None:
-        kv_output(int(module.layer_idx), out)  # type: ignore[arg-type]
-    return out, None
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float,
-    gate: SlotGate | None,
-    sinks: Tensor | None,
-    stock: dict[str, Any],
-) -> Float[Tensor, "rows queries heads value_dim"]:
-    """The output of ``kvcat_attention``; ``stock`` are the options of transformers' attention."""
     carried = carried_by(key)
     # several queries after a cache: transformers would need a real mask
     is_causal_tail = (
-        mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, stock)
+        attention_mask is None and 1 < query.shape[2] < key.shape[2] and _is_causal(module, kwargs)
     )
     # SDPA would leave out sinks without an error
-    if carried is None and gate is None and sinks is None and not is_causal_tail:
-        out, _ = sdpa_attention_forward(module, query, key, value, mask, **stock)
-        return out
+    if carried is None and kv_gate is None and s_aux is None and not is_causal_tail:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, **stock)
     _reject_unsupported(module, stock)
-    if gate is not None and carried is None and gate.prefix_len is None:
-        return _dense_and_masked(module, query, key, value, mask, scale, gate, sinks, stock)
     if carried is not None:
-        out = _behind_slots(query, key, value, carried, mask, scale, sinks)
-    elif gate is not None:
+        out = _behind_slots(query, key, value, carried, attention_mask, scale, s_aux)
+    elif kv_gate is not None and kv_gate.prefix_len is not None:
         window = stock.get("sliding_window")
-        out = _suffix_again(query, key, value, gate, scale, window, sinks)
+        out = _suffix_again(query, key, value, kv_gate, scale, window, s_aux)
+    elif kv_gate is not None:
+        return _dense_and_masked(
+            module, query, key, value, attention_mask, scale, kv_gate, s_aux, stock
+        ), None
     else:
-        out = attend(query, key, value, reach=_reach(mask), scale=scale, sinks=sinks)
-    return out.transpose(1, 2).contiguous()
+        out = attend(query, key, value, reach=_reach(attention_mask), scale=scale, sinks=s_aux)
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _suffix_again(
@@ -202,16 +180,14 @@ def _dense_and_masked(
     masked_mask = mask
     if mask is not None and len(mask) > 1:
         dense_mask, masked_mask = mask.tensor_split([num_dense])
-    dense = _attention(
+    dense, _ = kvcat_attention(
         module,
         query[:num_dense],
         key[:num_dense],
         value[:num_dense],
         dense_mask,
-        scale,
-        None,
-        sinks,
-        stock,
+        s_aux=sinks,
+        **stock,
     )
     masked = attend(
         query[num_dense:],

@@ -122,8 +122,6 @@ class Heads:
         # (heads, positions, query heads, channels), filled layer by layer
         queries = keys.new_empty(num_heads, num_queries, query_heads, key_dim)
         log_later_mass = keys.new_empty(num_heads, num_queries, query_heads)
-        factors = self.fitted.factors[:num_queries].to(keys)
-        factors = factors.unsqueeze(-1).repeat(num_heads, 1, query_heads)
         num_loaded = 0
         for (layer, example), of_layer in groupby(heads, key=lambda head: head[:2]):
             rows = _query_head_rows(of_layer, query_heads)
@@ -134,13 +132,12 @@ class Heads:
             )
             later_mass = self.fitted.log_later_mass[layer][example, rows, :num_queries]
             log_later_mass[place] = _by_position(later_mass, query_heads)
-            if self.fitted.head_weights is not None:
-                weights = self.fitted.head_weights[layer][example, rows, :num_queries]
-                factors[place] *= _by_position(weights, query_heads)
             num_loaded = place.stop
         return HeadBatch(
             queries=queries.flatten(1, 2),
-            factors=factors.flatten(1, 2),
+            factors=_of_every_head(
+                self.fitted.factors[:num_queries].to(keys), query_heads, num_heads
+            ),
             log_later_mass=log_later_mass.flatten(1, 2),
             keys=keys,
             values=values,

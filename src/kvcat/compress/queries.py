@@ -7,7 +7,6 @@ from typing import NamedTuple
 import torch
 
 from kvcat.attention.mass import log_mass
-from kvcat.compress.gradient_weights import HeadWeights, gradient_weights
 from kvcat.compress.trace import PastQueries, Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
@@ -60,7 +59,6 @@ class FittedQueries:
             come first; the other queries only select keys.
         num_unseen: number of the last slots that each query does not see, for queries of the
             prefix at their original positions; None: every query sees all slots.
-        head_weights: further factors of each query in each query head; None: they are 1.
     """
 
     trace: Trace
@@ -70,7 +68,6 @@ class FittedQueries:
     log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
     fit_boost: Float[Tensor, " fitted"]
     num_unseen: Int[Tensor, " queries"] | None = None
-    head_weights: HeadWeights | None = None
 
     @property
     def causal(self) -> bool:
@@ -121,7 +118,6 @@ def fitted_queries(
     own_weight: float,
     *,
     by_share: bool,
-    by_gradient: bool = False,
     part_tokens: int = 256,
     fitted_per_token: float = 1.5,
 ) -> FittedQueries:
@@ -136,15 +132,10 @@ def fitted_queries(
             supervising queries.
         by_share: a query's error is weighted by the share of its attention that goes to the prefix;
             False: all queries count equally.
-        by_gradient: errors are weighted by the gradients of the text's likelihood as well
-            (``gradient_weights``).
         part_tokens: largest number of tokens in a part of the prefix that is repeated after it.
         fitted_per_token: number of the prefix's queries per token to which log-bias and values are
             fitted. If there are at least twice as many, they are thinned evenly, to between one and
             two times this number.
-
-    Raises:
-        InputError: by_gradient with a trace whose prefix is partly compact.
     """
     moved = moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
@@ -157,24 +148,9 @@ def fitted_queries(
         else:
             supervising = _supervising_queries(trace, by_share=by_share)
             fitted = _with_moved(supervising, moved, own_weight)
-    if by_gradient:
-        fitted = _with_gradients(fitted)
     if by_share:
         fitted = _with_sinks(fitted)
     return _with_protected_mass(fitted) if trace.protected else fitted
-
-
-def _with_gradients(fitted: FittedQueries) -> FittedQueries:
-    """The queries with the weights of ``gradient_weights``, apart for those of the prefix."""
-    trace = fitted.trace
-    groups: list[Tensor] = []
-    if fitted.supervising[0].shape[2]:
-        is_self = trace.supervision == "self"
-        later = torch.arange(trace.supervision_start, trace.input_ids.shape[1])
-        groups.append(trace.prefix_positions if is_self else later)
-    if fitted.moved is not None:
-        groups.append(trace.prefix_positions[fitted.moved.rows])
-    return replace(fitted, head_weights=gradient_weights(trace, groups))
 
 
 def _with_sinks(fitted: FittedQueries) -> FittedQueries:
@@ -228,7 +204,6 @@ def _seeing_unprotected(
     layers = range(len(unprotected.keys))
     fewest = min(int(unprotected.counts(layer).min()) for layer in layers)
     sees = num_unseen < fewest
-    weights = fitted.head_weights
     kept = replace(
         fitted,
         supervising=[queries[:, :, sees] for queries in fitted.supervising],
@@ -236,7 +211,6 @@ def _seeing_unprotected(
         log_later_mass=[mass[:, :, sees] for mass in fitted.log_later_mass],
         fit_boost=fitted.fit_boost[sees],
         num_unseen=num_unseen[sees],
-        head_weights=None if weights is None else [x[:, :, sees] for x in weights],
     )
     return kept, num_seen[sees] - 1
 

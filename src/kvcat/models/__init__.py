@@ -7,8 +7,6 @@ from kvcat.models.capture import Capture, capture, layer_states
 from kvcat.models.generation import end_tokens, left_out, plain_generation
 from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
-from kvcat.models.output_gradients import output_gradients
-from kvcat.models.recompute import recomputing
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import (
     attention_sinks,
@@ -40,13 +38,11 @@ __all__ = [
     "logits_from_hidden",
     "model_name",
     "output_gains",
-    "output_gradients",
     "output_head",
     "parse_device",
     "plain_generation",
     "positions_of",
     "read_config",
-    "recomputing",
     "save",
     "self_test",
 ]

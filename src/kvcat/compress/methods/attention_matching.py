@@ -78,7 +78,6 @@ class _Options(Compressor):
     ridge: float | None = 0.05
     own_weight: float = 1.0
     log_bias: bool = True
-    gradient_weights: bool = False
     budgets: str = "adaptive"
     seed: int = 0
 
@@ -118,9 +117,6 @@ class AttentionMatching(_Options):
             together and relative to the others; 0 leaves them out. They represent the queries of
             later text.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
-        gradient_weights: True weights the errors of every query head by how much the prediction of
-            the text depends on its output (``gradient_weights``). That costs a forward and a
-            backward pass over the text, which must not be partly compact.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
             stream that they are added to, have a small sum: "adaptive" among the heads of all
@@ -196,12 +192,7 @@ class AttentionMatching(_Options):
 
     def _heads(self, trace: Trace) -> Heads:
         """The trace's heads with the queries to fit to."""
-        fitted = fitted_queries(
-            trace,
-            self.own_weight,
-            by_share=self.num_iters is None,
-            by_gradient=self.gradient_weights,
-        )
+        fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
         drawn = None
         if self.num_queries is not None:
             drawn = draw_rows(trace, fitted, self.num_queries, self.seed)

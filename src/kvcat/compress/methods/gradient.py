@@ -3,11 +3,14 @@
 import hashlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, Layer, cache_argument
 from kvcat.cache.files import STATE, read_tensors, write_tensors
@@ -26,7 +29,7 @@ from kvcat.compress.protection import protecting
 from kvcat.compress.trace import Range, Trace, range_text
 from kvcat.errors import InputError
 from kvcat.losses import chunked_distillation
-from kvcat.models import frozen, hidden_states, output_head, recomputing
+from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.options import check_options, parse_spec
 from kvcat.types import Float, Tensor, at_least_float32
 
@@ -322,7 +325,7 @@ class SlotTraining:
         cache = CompactCache(
             layers, trace.prefix_len, trace.fingerprint, trace.facts(), trace.states
         )
-        with recomputing(trace.model, enabled=self._method.activation_checkpointing):
+        with _recomputing(trace.model, self._method.activation_checkpointing):
             past = cache.to_transformers(trace.model, read_only=True, any_length=True)
             options = {"use_cache": True, **cache_argument(past)}
             return hidden_states(trace.model, input_ids=trace.suffix_ids, **options)
@@ -351,6 +354,30 @@ def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Floa
     # the trace's hidden states start one position earlier, at the last of the prefix
     teacher = trace.hidden[:, first + 1 :]
     return chunked_distillation(output_head(trace.model), teacher, hidden[:, first:])
+
+
+@contextmanager
+def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
+    """Inside the block, every decoder layer keeps only its input and runs again in the backward
+    pass.
+
+    transformers' activation checkpointing drops the cache. This one passes the cache on. The cache
+    must be read-only, so that a layer's second run gets the same cache as the first.
+    """
+    layers = decoder_layers(model) if enabled else []
+    replaced = [layer.__dict__.get("forward") for layer in layers]
+    try:
+        for layer in layers:
+            layer.forward = partial(
+                checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False
+            )
+        yield
+    finally:
+        for layer, forward in zip(layers, replaced, strict=True):
+            if forward is None:
+                del layer.forward
+            else:
+                layer.forward = forward
 
 
 def _starting_method(init: str, seed: int) -> Compressor | None:

@@ -87,11 +87,6 @@ def checked_method(method: str | Compressor) -> Compressor:
             f"{name} needs all queries of the prefix, and a session compresses what is compact "
             "already: choose another method"
         )
-    if getattr(inner, "gradient_weights", False):
-        raise InputError(
-            "gradient_weights=true needs the whole text, and a session compresses what is compact "
-            "already: leave the option out"
-        )
     return compressor
 
 
