@@ -256,9 +256,15 @@ def losses(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def shares_right(records: list[dict[str, Any]]) -> pd.DataFrame:
-    """One row per method, bits and keep ratio: bytes, and the share of right answers."""
+    """One row per method, bits and keep ratio: bytes, and the share of right answers.
+
+    Documents count on which every cache was asked.
+    """
     rows = []
     frame = pd.DataFrame(records)
+    cells = frame.groupby("document").size()
+    whole = cells[cells == len(frame[["method", "bits", "keep"]].drop_duplicates())].index
+    frame = frame[frame.document.isin(whole)]
     for (method, bits, keep), group in frame.groupby(["method", "bits", "keep"], sort=False):
         marks = group.explode("right")
         estimate = share(marks.right.astype(float).to_numpy(), list(marks.document))

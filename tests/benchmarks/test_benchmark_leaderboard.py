@@ -1,7 +1,8 @@
-"""The leaderboard's tool calls: a table where the model can call, a sentence where it cannot."""
+"""The leaderboard: tool calls where the model can call, questions that every method was asked."""
 
 from itertools import product
 
+import leaderboard
 from leaderboard_tools import tool_calls_section, tools_folder
 
 from kvcat.evals import Record, ResultsFolder
@@ -56,3 +57,23 @@ def test_a_model_that_cannot_call_has_a_sentence_and_no_table(tmp_path):
     assert sentence.endswith("That is too few to compare methods, so there is no table.")
     assert lines == []
     assert tool_calls_section(tmp_path, "other", METHODS, KEEPS) == ("", [])
+
+
+def test_a_model_is_judged_by_the_conditions_that_it_was_asked_in():
+    def answered(model, document, *conditions):
+        cells = [(condition, keep) for condition in conditions for keep in leaderboard.KEEPS]
+        cells += [("dense", 1.0), ("no document", 0.0)]
+        place = {"model": model, "document": document}
+        return [{**place, "condition": condition, "keep": keep} for condition, keep in cells]
+
+    records = answered("first", "a", "h2o@self", "snapkv@self")
+    records += answered("first", "b", "h2o@self")  # stopped before the other condition
+    records += answered("second", "b", "h2o@self")
+    kept = leaderboard.whole_documents(records)
+    assert {(record["model"], record["document"]) for record in kept} == {
+        ("first", "a"),
+        ("second", "b"),
+    }
+    assert len(kept) == len(records) - 6
+    without_dense = [record for record in records if record["condition"] != "dense"]
+    assert leaderboard.whole_documents(without_dense) == []

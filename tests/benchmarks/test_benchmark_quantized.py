@@ -1,0 +1,51 @@
+"""Tables of KL and right answers against bytes, from records written by hand."""
+
+import pandas as pd
+import pytest
+from quantized import losses, plot, shares_right
+
+
+def window(method, way, document, first, second, bits="4", fewer=10.0):
+    place = {"model": "m", "window": document, "document": document}
+    figures = {"method": method, "bits": bits, "way": way, "keep": 0.1, "fewer": fewer}
+    return {**place, **figures, "halves": [first, second]}
+
+
+def value(table, **chosen):
+    for name, wanted in chosen.items():
+        table = table[table[name] == wanted]
+    (row,) = table.itertuples()
+    return row.estimate.value
+
+
+def test_a_method_that_reads_nothing_later_counts_as_a_document_alone():
+    records = []
+    for number, document in enumerate("abc"):
+        records.append(window("attention-matching", "suffix", document, 0.1 + number, 3.0))
+        records.append(window("attention-matching", "self", document, 5.0, 7.0))
+        records.append(window("snapkv", "suffix", document, 2.0, 4.0 + number))
+    table = losses(records)
+    assert value(table, method="attention-matching", on="fitted") == pytest.approx(1.1)
+    assert value(table, method="attention-matching", on="later") == pytest.approx(3.0)
+    assert value(table, method="attention-matching", on="document") == pytest.approx(6.0)
+    assert value(table, method="snapkv", on="document") == pytest.approx(3.5)
+    assert len(table) == 6
+
+
+def test_right_answers_are_shares_of_questions_and_not_of_documents(tmp_path):
+    place = {"model": "m", "method": "snapkv", "bits": "4", "keep": 0.1, "fewer": 30.0}
+    records = [
+        {**place, "document": "a", "right": [True]},
+        {**place, "document": "b", "right": [True, False, False, False]},
+    ]
+    table = shares_right(records)
+    assert value(table) == pytest.approx(2 / 5)
+    # a document that one of the caches was not asked about does not count
+    records.append({**place, "bits": "8", "document": "b", "right": [True, True, False, False]})
+    table = shares_right(records)
+    assert value(table, bits="4") == pytest.approx(1 / 4)
+    assert value(table, bits="8") == pytest.approx(1 / 2)
+    path = tmp_path / "picture.png"
+    kl = losses([window("snapkv", "suffix", document, 1.0, 2.0) for document in "ab"])
+    plot({"answers": (kl, table), "none": (kl, pd.DataFrame())}, path)
+    assert path.stat().st_size > 10_000
