@@ -52,6 +52,8 @@ WORDS = {
     "h2o": "H2O",
     "kvpress:KVzipPress": "KVzip (kvpress)",
     "dense": "every slot kept",
+    "transformers hqq": "every slot, transformers' QuantizedCache (hqq)",
+    "transformers quanto": "every slot, transformers' QuantizedCache (quanto)",
 }
 
 
