@@ -38,8 +38,14 @@ class NamedModel:
         return load_tokenizer(self.path)
 
     def records(self, file: Path) -> list[dict[str, Any]]:
-        """This model's records in a file, which need not exist yet."""
+        """This model's records in a file, which need not exist yet.
+
+        Raises:
+            InputError: records that name no model, which an older version wrote.
+        """
         everything = read_jsonl(file) if file.exists() else []
+        if any("model" not in record for record in everything):
+            raise InputError(f"{file} has records that name no model: choose another --out")
         return [record for record in everything if record["model"] == self.label]
 
     def load(self, device: str = "cpu") -> Any:

@@ -2,7 +2,11 @@
 
 import pandas as pd
 import pytest
+from named_models import NamedModel
 from quantized import losses, plot, shares_right
+
+from kvcat.errors import InputError
+from kvcat.files import append_jsonl
 
 
 def window(method, way, document, first, second, bits="4", fewer=10.0):
@@ -49,3 +53,12 @@ def test_right_answers_are_shares_of_questions_and_not_of_documents(tmp_path):
     kl = losses([window("snapkv", "suffix", document, 1.0, 2.0) for document in "ab"])
     plot({"answers": (kl, table), "none": (kl, pd.DataFrame())}, path)
     assert path.stat().st_size > 10_000
+
+
+def test_records_of_an_older_version_that_name_no_model_are_rejected(tmp_path):
+    file = tmp_path / "records.jsonl"
+    append_jsonl(file, {"model": "a", "kl": 1.0}, {"model": "b", "kl": 2.0})
+    assert NamedModel("a", "nowhere").records(file) == [{"model": "a", "kl": 1.0}]
+    append_jsonl(file, {"window": 0})
+    with pytest.raises(InputError, match="records that name no model: choose another --out"):
+        NamedModel("a", "nowhere").records(file)

@@ -54,12 +54,25 @@ def test_presets_are_their_options_spelled_out():
         num_queries=None,
         num_iters=None,
         ridge=0.05,
-        own_weight=1.0,
+        own_weight=None,
         log_bias=True,
         budgets="adaptive",
     )
     assert AttentionMatching() == AttentionMatching("stable") == stable
     assert AttentionMatching("known") == AttentionMatching(own_weight=0.0, ridge=3e-3) != stable
+
+
+@pytest.mark.parametrize(("source", "own_weight"), [("suffix", 2.0), ("reconstruction", 3.0)])
+def test_own_queries_count_three_times_next_to_a_repetition_and_twice_next_to_other_text(
+    double, windows, source, own_weight
+):
+    traced = trace(double, windows, 48, supervision=source)
+    usual = AttentionMatching()(traced, num_slots=6)
+    assert usual.metadata["own_weight"] == str(own_weight)
+    named = AttentionMatching(own_weight=own_weight)(traced, num_slots=6)
+    torch.testing.assert_close(tensors(usual), tensors(named))
+    other = AttentionMatching(own_weight=5 - own_weight)(traced, num_slots=6)
+    assert not torch.equal(usual.layers[0].values, other.layers[0].values)
 
 
 def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):

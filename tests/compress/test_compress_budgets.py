@@ -1,6 +1,7 @@
 """Unequal budgets: error curves from one pass, and slots shared out by them."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,24 +13,45 @@ from kvcat.compress.budgets import NUM_QUERIES, allocate, error_curves, share_ou
 from kvcat.compress.head_attention import dense_attention
 
 
+def ridge_error(batch, num_slots, ridge):
+    """The error of the ridge regression on the dense weights of the first slots, from all queries,
+    in float64."""
+    weights = (batch.queries[0] @ batch.keys[0].mT).softmax(-1).double()
+    weights = batch.factors[0].double().unsqueeze(1) * weights
+    outputs = weights @ batch.values[0].double()
+    order = weights.square().sum(0).argsort(descending=True)
+    shift = ridge * weights.square().sum()
+    kept = weights[:, order[:num_slots]]
+    kept_values = batch.values[0, order[:num_slots]].double()
+    gram = kept.mT @ kept + shift * torch.eye(num_slots)
+    values = kept_values + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ kept_values))
+    moved = (values - kept_values).square().sum()
+    return float((kept @ values - outputs).square().sum() + shift * moved)
+
+
 def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots():
     batch = structured_head(prefix=40, queries=60, dim=8)
-    dense = dense_attention(batch)
-    (curve,) = error_curves(batch, dense, [7, 1, 30, 99], ridge=1e-2)
+    (curve,) = error_curves(batch, dense_attention(batch), [7, 1, 30, 99], ridge=1e-2)
     assert list(curve) == [1, 7, 30, 40]
-    weights = (batch.queries[0] @ batch.keys[0].mT).softmax(-1).double()
-    order = weights.square().sum(0).argsort(descending=True)
-    outputs = weights @ batch.values[0].double()
-    shift = 1e-2 * weights.square().sum()
     for count, error in curve.items():
-        kept = weights[:, order[:count]]
-        kept_values = batch.values[0, order[:count]].double()
-        gram = kept.mT @ kept + shift * torch.eye(count)
-        values = kept_values + torch.linalg.solve(gram, kept.mT @ (outputs - kept @ kept_values))
-        expected = (kept @ values - outputs).square().sum() + shift * (
-            values - kept_values
-        ).square().sum()
-        assert torch.allclose(torch.tensor(error).double(), expected, rtol=1e-3, atol=1e-9)
+        assert error == pytest.approx(ridge_error(batch, count, 1e-2), rel=1e-3, abs=1e-9)
+
+
+def test_a_curve_draws_supervising_queries_apart_from_the_many_of_the_prefix():
+    """All own queries are equal, so that any sample of them is exact, and all supervising ones are
+    drawn: the curve must be that of all queries. One draw from all would have about nine
+    supervising ones."""
+    few = structured_head(prefix=40, queries=100, dim=8)
+    own = few.queries[:, :1].expand(-1, 10 * NUM_QUERIES, -1)
+    queries = torch.cat([few.queries, own], dim=1)
+    weights = torch.ones(1, queries.shape[1])
+    weights[:, :100] = 3.0
+    batch = head_batch(queries, few.keys, few.values, weights)
+    batch = replace(batch, num_supervising=100)
+    ridge = 1e-2
+    (curve,) = error_curves(batch, dense_attention(batch), [1, 7, 30], ridge)
+    for count, error in curve.items():
+        assert error == pytest.approx(ridge_error(batch, count, ridge), rel=1e-3, abs=1e-9)
 
 
 @pytest.mark.parametrize("period", [2, 3, 7, 9])

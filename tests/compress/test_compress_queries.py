@@ -131,6 +131,13 @@ def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_key
         )
 
 
+def test_a_batch_counts_its_supervising_queries_also_when_it_is_split(double_trace):
+    fitted = fitted_queries(double_trace, 1.0, by_share=True)
+    batch = Heads(double_trace, fitted).load([(1, 0, 0), (1, 0, 1)])
+    assert batch.num_supervising == 2 * 16  # two query heads read a KV head
+    assert [part.num_supervising for part in batch.split(1)] == [32, 32]
+
+
 @pytest.mark.parametrize("elements", [1, 700, 40 * 48])
 def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
     double_trace, elements

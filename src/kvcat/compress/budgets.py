@@ -64,9 +64,10 @@ def error_curves(
     over C. lambda is ``ridge`` times |P|^2 over the whole prefix, and at least as large as single
     precision requires.
 
-    At most 128 queries, drawn with a fixed seed, represent all queries. For sizes up to the number
-    of these queries, one factorisation over slots gives all errors (``_errors_by_slots``). Each
-    larger size needs a factorisation over queries (``_errors_by_queries``).
+    At most 128 supervising queries and 128 of the prefix's own, drawn with a fixed seed, represent
+    all queries of their kind. For sizes up to the number of these queries, one factorisation over
+    slots gives all errors (``_errors_by_slots``). Each larger size needs a factorisation over
+    queries (``_errors_by_queries``).
 
     Args:
         batch, dense: the heads, and their attention over the prefix.
@@ -78,18 +79,18 @@ def error_curves(
     sizes = sorted({min(size, prefix_len) for size in sizes})
     by_importance = dense.importance.sort(dim=-1, descending=True, stable=True).indices
     slots = by_importance[:, : sizes[-1]]
-    # not evenly spaced, because the query heads alternate among the rows
-    generator = torch.Generator().manual_seed(0)
-    sampled = torch.randperm(num_queries, generator=generator)[:NUM_QUERIES].to(slots.device)
+    sampled, factors = _draw_queries(batch.num_supervising, num_queries)
+    sampled = sampled.to(slots.device)
+    factors = factors.to(dense.weights).unsqueeze(-1)
     num_sampled = len(sampled)
 
-    weights = dense.weights[:, sampled].unsqueeze(-1)
+    weights = dense.weights[:, sampled].unsqueeze(-1) * factors
     log_mass = dense.log_mass[:, sampled].unsqueeze(-1)
     scores = batch.scores(sampled, slots)
     attention = scores.sub_(log_mass).exp_().mul_(weights)  # (heads, sampled, slots)
-    outputs = dense.outputs[:, sampled]
+    outputs = dense.outputs[:, sampled] * factors
     values = take(batch.values, slots)
-    shift = ridge * num_sampled / num_queries * dense.importance.sum(-1).clamp_min(_TINY)
+    shift = ridge * dense.importance.sum(-1).clamp_min(_TINY)
     least_shift = _LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(_TINY)
     shift = shift.maximum(least_shift)
 
@@ -97,8 +98,29 @@ def error_curves(
     large = sizes[len(small) :]
     errors = _errors_by_slots(attention, outputs, values, shift, small)
     errors += _errors_by_queries(attention, outputs, values, shift, large)
-    of_all_queries = torch.stack(errors, 1).double() * (num_queries / num_sampled)
-    return [dict(zip(sizes, row, strict=True)) for row in of_all_queries.tolist()]
+    of_heads = torch.stack(errors, 1).tolist()
+    return [dict(zip(sizes, row, strict=True)) for row in of_heads]
+
+
+def _draw_queries(
+    num_supervising: int, num_queries: int
+) -> tuple[Int[Tensor, " sampled"], Float[Tensor, " sampled"]]:
+    """Rows of queries drawn with a fixed seed, at most ``NUM_QUERIES`` of each kind, and the square
+    root of the number of queries that each represents.
+
+    The supervising queries come first. They are drawn apart from the prefix's own: in one draw from
+    both, few of the kind with fewer queries would represent all of it. Rows are not evenly spaced,
+    because the query heads alternate among them.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = []
+    factors = []
+    for start, stop in ((0, num_supervising), (num_supervising, num_queries)):
+        count = stop - start
+        drawn = start + torch.randperm(count, generator=generator)[:NUM_QUERIES]
+        rows.append(drawn)
+        factors.append(torch.full([len(drawn)], (count / max(1, len(drawn))) ** 0.5))
+    return torch.cat(rows), torch.cat(factors)
 
 
 def _errors_by_slots(

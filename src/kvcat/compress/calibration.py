@@ -351,7 +351,7 @@ def calibration_sizes(num_tokens: int) -> list[int]:
 
 def document_curves(trace: Trace, sizes: list[int]) -> dict[HeadIndex, Curve]:
     """The error curves of a trace, as ``AttentionMatching`` allocates slots by them."""
-    heads = Heads(trace, fitted_queries(trace, own_weight=1.0, by_share=True))
+    heads = Heads(trace, fitted_queries(trace, own_weight=None, by_share=True))
     return attention_and_curves(heads, heads.groups_for_scores(), sizes)[1]
 
 

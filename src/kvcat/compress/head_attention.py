@@ -30,6 +30,8 @@ class HeadBatch:
         fit_boost: as in ``FittedQueries``, of the fitted queries; None: all are fitted to, and 1.
         past: what some of the fitted queries attended to before it was compressed; None: all
             attend to the slots.
+        num_supervising: number of the first queries that are supervising ones; the others are the
+            prefix's own.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
@@ -41,15 +43,18 @@ class HeadBatch:
     last_seen: Int[Tensor, "heads queries"] | None = None
     fit_boost: Float[Tensor, "heads fitted"] | None = None
     past: PastAttention | None = None
+    num_supervising: int = 0
 
     def split(self, num_heads: int) -> Iterator["HeadBatch"]:
         """The batch in smaller batches of ``num_heads`` heads, the last of the remaining ones."""
-        names = [field.name for field in fields(self) if field.name != "past"]
+        not_tensors = ("past", "num_supervising")
+        names = [field.name for field in fields(self) if field.name not in not_tensors]
         tensors = [getattr(self, name) for name in names]
         for start in range(0, len(self.keys), num_heads):
             heads = slice(start, start + num_heads)
             selected: list[Any] = [None if x is None else x[heads] for x in tensors]
-            yield HeadBatch(*selected, past=None if self.past is None else self.past.of(heads))
+            past = None if self.past is None else self.past.of(heads)
+            yield HeadBatch(*selected, past=past, num_supervising=self.num_supervising)
 
     def scores(
         self,

@@ -145,6 +145,7 @@ class Heads:
             last_seen=self._last_seen(num_slots, num_queries, query_heads, num_heads, keys.device),
             fit_boost=_of_every_head(self.fitted.fit_boost.to(keys), query_heads, num_heads),
             past=self._past(heads, query_heads),
+            num_supervising=query_heads * self.fitted.supervising[0].shape[2],
         )
 
     def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:

@@ -112,10 +112,19 @@ class FittedQueries:
         return torch.cat([supervising, moved], dim=1)
 
 
+def usual_own_weight(trace: Trace) -> float:
+    """The weight of the prefix's own queries where none is named.
+
+    Text that follows the prefix is itself later text, but a repetition only resembles it: a model
+    that repeats a document attends above all to the token that it copies.
+    """
+    return 3.0 if trace.supervision == "reconstruction" else 2.0
+
+
 @torch.no_grad()
 def fitted_queries(
     trace: Trace,
-    own_weight: float,
+    own_weight: float | None,
     *,
     by_share: bool,
     part_tokens: int = 256,
@@ -129,7 +138,7 @@ def fitted_queries(
     Args:
         trace: trace of the windows.
         own_weight: sum of the squared weights of the prefix's queries, relative to that of the
-            supervising queries.
+            supervising queries; None: ``usual_own_weight``.
         by_share: a query's error is weighted by the share of its attention that goes to the prefix;
             False: all queries count equally.
         part_tokens: largest number of tokens in a part of the prefix that is repeated after it.
@@ -137,6 +146,8 @@ def fitted_queries(
             fitted. If there are at least twice as many, they are thinned evenly, to between one and
             two times this number.
     """
+    if own_weight is None:
+        own_weight = usual_own_weight(trace)
     moved = moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
     if moved is None:
         fitted = _supervising_queries(trace, by_share=by_share)

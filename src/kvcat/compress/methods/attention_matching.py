@@ -27,7 +27,7 @@ from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
 from kvcat.compress.protection import behind_protected
-from kvcat.compress.queries import fitted_queries
+from kvcat.compress.queries import fitted_queries, usual_own_weight
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
 from kvcat.compress.trace import Trace
@@ -76,7 +76,7 @@ class _Options(Compressor):
     num_queries: int | None = None
     num_iters: int | None = None
     ridge: float | None = 0.05
-    own_weight: float = 1.0
+    own_weight: float | None = None
     log_bias: bool = True
     budgets: str = "adaptive"
     seed: int = 0
@@ -115,7 +115,7 @@ class AttentionMatching(_Options):
             norm. None: minimum-norm least squares, and a log-bias without a pull.
         own_weight: weight of the prefix's own queries, moved after it (``fitted_queries``), all
             together and relative to the others; 0 leaves them out. They represent the queries of
-            later text.
+            later text. None: 3 with a repetition of the document, 2 with other text.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
@@ -174,6 +174,8 @@ class AttentionMatching(_Options):
         calibrated = None if self.budgets in BUDGETS else load_budgets(self.budgets)
         dense, allocations = self._attention_and_slots(heads, sizes, calibrated)
         options = {option.name: getattr(self, option.name) for option in fields(self)}
+        if self.own_weight is None:
+            options["own_weight"] = usual_own_weight(trace)
         if calibrated is not None:
             options["budgets"] = f"{Path(self.budgets).name} {calibrated.digest[:12]}"
         if bits is not None:
