@@ -255,10 +255,14 @@ def test_how_many_heads_are_solved_together_does_not_change_the_cache(preset, mo
 def test_values_that_a_type_of_few_bits_cannot_hold_are_rejected_with_the_setting(windows):
     half = trace(loud_model(dtype=torch.float16, std=1.0), windows[:1], 48)
     whole = trace(loud_model(std=1.0), windows[:1], 48)
-    for preset in ("paper", "stable", "known"):
-        method = AttentionMatching(preset, ridge=None)
+    unregularised = [
+        AttentionMatching("paper", ridge=None),
+        AttentionMatching("stable", ridge=None, own_weight=1.0),
+        AttentionMatching("known", ridge=None),
+    ]
+    for method in unregularised:
         assert method(whole, num_slots=36)
         message = refusal(method, half, num_slots=36)
         assert "ridge=None" in message
         assert "that are not finite in float16" in message
-        assert AttentionMatching(preset)(half, num_slots=36)
+        assert AttentionMatching(method.preset)(half, num_slots=36)
