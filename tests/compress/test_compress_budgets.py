@@ -41,12 +41,12 @@ def test_a_curve_draws_supervising_queries_apart_from_the_many_of_the_prefix():
     """All own queries are equal, so that any sample of them is exact, and all supervising ones are
     drawn: the curve must be that of all queries. One draw from all would have about nine
     supervising ones."""
-    few = structured_head(prefix=40, queries=100, dim=8)
-    own = few.queries[:, :1].expand(-1, 10 * NUM_QUERIES, -1)
-    queries = torch.cat([few.queries, own], dim=1)
+    supervising = structured_head(prefix=40, queries=100, dim=8)
+    repeated = supervising.queries[:, :1].expand(-1, 10 * NUM_QUERIES, -1)
+    queries = torch.cat([supervising.queries, repeated], dim=1)
     weights = torch.ones(1, queries.shape[1])
     weights[:, :100] = 3.0
-    batch = head_batch(queries, few.keys, few.values, weights)
+    batch = head_batch(queries, supervising.keys, supervising.values, weights)
     batch = replace(batch, num_supervising=100)
     ridge = 1e-2
     (curve,) = error_curves(batch, dense_attention(batch), [1, 7, 30], ridge)

@@ -135,7 +135,7 @@ def test_a_batch_counts_its_supervising_queries_also_when_it_is_split(double_tra
     fitted = fitted_queries(double_trace, 1.0, by_share=True)
     batch = Heads(double_trace, fitted).load([(1, 0, 0), (1, 0, 1)])
     assert batch.num_supervising == 2 * 16  # two query heads read a KV head
-    assert [part.num_supervising for part in batch.split(1)] == [32, 32]
+    assert [smaller.num_supervising for smaller in batch.split(1)] == [32, 32]
 
 
 @pytest.mark.parametrize("elements", [1, 700, 40 * 48])

@@ -115,7 +115,7 @@ class AttentionMatching(_Options):
             norm. None: minimum-norm least squares, and a log-bias without a pull.
         own_weight: weight of the prefix's own queries, moved after it (``fitted_queries``), all
             together and relative to the others; 0 leaves them out. They represent the queries of
-            later text. None: 3 with a repetition of the document, 2 with other text.
+            later text. None: 1 with a repetition of the document, 2 with other text.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
