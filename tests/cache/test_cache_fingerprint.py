@@ -95,7 +95,31 @@ WITHOUT_EFFECT = {
     "transformers_version": "4.0.0",
     "router_aux_loss_coef": 0.7,
     "something_that_no_code_reads": 3,
+    "base_model_tp_plan": {"embed_tokens": "embedding_rowwise"},
 }
+
+
+# the first digits of fingerprints by the second scheme of models whose weights are all 0.5
+RECORDED = {
+    "llama": "10337e0e8ff0",
+    "qwen2": "a85511245f8b",
+    "mixtral": "44238bef61e8",
+    "qwen3_moe": "d47b8f366ac1",
+    "deepseek_v3": "a4276d769c29",
+    "gpt_neox": "26d723e6d4a4",
+    "gpt2": "ce35625bd753",
+    "cohere": "5bbcfbccca17",
+    "granite": "da6d4c13db4a",
+    "olmo": "dd709893e231",
+    "nemotron": "ae7bac2e784b",
+    "starcoder2": "5248059b209c",
+    "stablelm": "4d7b65f2c3b3",
+    "falcon_h1": "d4907da95a22",
+    "smollm3": "712af3b70c33",
+    "gemma3_text": "21a7018030eb",
+    "opt": "0c4584be01a8",
+}
+RECORDED_TIED = "4f2d0f7c1920"  # llama with tied weights
 
 
 def model_of(kind, **options):
@@ -125,6 +149,21 @@ def test_settings_without_effect_leave_the_fingerprint(kind):
     for name, value in WITHOUT_EFFECT.items():
         setattr(model.config, name, value)
         assert fingerprint(model) == first, name
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "recorded"),
+    [
+        *((kind, {}, digits) for kind, digits in RECORDED.items()),
+        ("llama", {"tie_word_embeddings": True}, RECORDED_TIED),
+    ],
+)
+def test_every_version_of_transformers_has_the_same_fingerprint(kind, options, recorded):
+    model = model_of(kind, **options)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.fill_(0.5)
+    assert fingerprint(model).startswith(f"2:{recorded}")
 
 
 def test_a_setting_of_a_nested_configuration_counts():

@@ -42,6 +42,9 @@ IGNORED = frozenset({
     "bos_token_id", "cls_token_id", "decoder_start_token_id", "eos_token_id", "mask_token_id",
     "pad_token_id", "sep_token_id", "unk_token_id",
 })  # fmt: skip
+# how a model is spread over devices: base_model_tp_plan and its like. Up to transformers 5.19 a
+# model with tied weights has another plan than its class
+_PLAN = re.compile(r"base_model_\w+_plan")
 _PER_LAYER = "_heterogeneity_spec"  # where transformers keeps settings of single layers
 _ROPE_IGNORED = ("type",)  # the older name of rope_type
 _STATE = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the last text
@@ -74,9 +77,9 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 def fingerprint(model: nn.Module) -> str:
     """``2:`` and a SHA-256 of a model: class, configuration, parameters, buffers, active adapters.
 
-    - All settings of the configuration count, nested ones too, except those in ``IGNORED`` and
-      those with their class's default: a newer transformers adds settings with defaults that do not
-      change a model.
+    - All settings of the configuration count, nested ones too, except those in ``IGNORED``, plans
+      of parallelism, and those with their class's default: a newer transformers adds settings with
+      defaults that do not change a model.
     - Rotary frequencies count if they are not those that the configuration gives.
     - The weights and scaling of active adapters count, their names do not. A model whose adapters
       are off has the fingerprint of the model without them.
@@ -224,7 +227,8 @@ def _plain_settings(config: PreTrainedConfig | None, reader: type) -> dict[str, 
     settings = {}
     for name, value in values.items():
         # model_type belongs to the class; a configuration read from a file repeats it
-        if not name.startswith("_") and name not in IGNORED and name != "model_type":
+        is_ignored = name in IGNORED or name == "model_type" or _PLAN.fullmatch(name)
+        if not name.startswith("_") and not is_ignored:
             settings[name] = _normal(value, num_layers, reader)
     if _PER_LAYER in values:
         settings[_PER_LAYER] = _normal(values[_PER_LAYER].per_layer_overrides, None, reader)
