@@ -75,8 +75,8 @@ class Picture:
 
 
 def compression() -> None:
-    """Trace, queries, slots, cache."""
-    picture = Picture("A prefix of twelve slots becomes a compact cache of four", 720, 250)
+    """Trace, keys, log-bias and values, with the numbers of the page."""
+    picture = Picture("A prefix of twelve slots becomes a compact cache of four", 720, 268)
     picture.text(20, 30, "1  One forward pass: keys and values of the prefix, and queries")
     picture.row(20, 42, [FAINT] * 12)
     picture.text(20 + 12 * CELL + 12, 58, "one slot per token, for every layer and KV head")
@@ -84,39 +84,42 @@ def compression() -> None:
     kept = {0, 4, 5, 10}
     picture.row(20, 112, [BLUE if slot in kept else "white" for slot in range(12)])
     picture.text(20 + 12 * CELL + 12, 128, "root mean square of the attention weights")
-    picture.text(20, 170, "3  Fit what the kept slots say, so that attention comes out as before")
-    picture.row(20, 182, [BLUE] * 4)
-    picture.row(20, 182 + CELL, [ORANGE] * 4)
-    picture.text(
-        20 + 4 * CELL + 12, 198, "log-bias: how many slots each one represents", color=BLUE
-    )
-    picture.text(20 + 4 * CELL + 12, 220, "value: what they would have contributed", color=ORANGE)
+    picture.text(20, 170, "3, 4  Fit a log-bias and a value for every kept key")
+    labels = [
+        (BLUE, "key: unchanged"),
+        (GREEN, "3  log-bias: the logarithm of how many slots this one represents"),
+        (ORANGE, "4  value: such that the attention output is that of the whole prefix"),
+    ]
+    for index, (color, label) in enumerate(labels):
+        picture.row(20, 182 + CELL * index, [color] * 4)
+        picture.text(20 + 4 * CELL + 12, 198 + CELL * index, label, color=color)
     picture.save("compression")
 
 
 def queries() -> None:
     """Where the queries come from that a cache is fitted to."""
     title = "Queries after the prefix, and the prefix's own queries moved behind it"
-    picture = Picture(title, 720, 220)
-    picture.text(20, 30, "The document in three elements, and text after it")
+    picture = Picture(title, 720, 225)
+    picture.text(20, 30, "The document in three parts, and the text after it")
     part_colors = ["#cfe3f1", "#9cc7e3", "#63a6d2"]
     after = 20 + 12 * CELL + 8
     for index, color in enumerate(part_colors):
         picture.row(20 + 4 * CELL * index, 42, [color] * 4)
     picture.row(after, 42, [GREEN] * 5)
-    picture.text(after, 82, "text after it, if it is known", color=GREEN)
-    picture.text(after, 112, "each part's queries, turned to these positions")
+    picture.text(
+        after, 82, "later text, if it is known, or a repetition of the document", color=GREEN
+    )
+    picture.text(after, 112, "the queries of each part, rotated to the same positions")
     for index, color in enumerate(part_colors):
         picture.row(after, 122 + (CELL + 4) * index, [color] * 4)
         picture.arrow(20 + 4 * CELL * index + 2 * CELL, 68, after - 6, 133 + (CELL + 4) * index)
-    picture.text(20, 180, "they represent later text")
-    picture.text(20, 200, "that nobody has seen yet")
+    picture.text(after, 216, "They represent later text that nobody has seen yet.")
     picture.save("queries")
 
 
 def budgets() -> None:
     """Heads get as many slots as they need."""
-    picture = Picture("Heads with flat error curves give slots to heads with steep ones", 720, 230)
+    picture = Picture("Equal slots in four heads, and the same number allocated by need", 720, 230)
     picture.text(20, 30, "Equal budgets: every head keeps four slots")
     picture.text(380, 30, "Adaptive: the same sixteen slots, by need")
     for head, num_slots in enumerate((1, 9, 2, 4)):
@@ -169,7 +172,7 @@ def widened_head() -> None:
     picture.row(110, 116, [ORANGE] * 8)
     picture.box(110 + 8 * CELL, 116, CELL, CELL, "white")
     picture.text(110 + 8.5 * CELL, 132, "0", anchor="middle")
-    picture.text(20, 180, "An engine that knows no log-bias computes the same attention.")
+    picture.text(20, 180, "An engine without a log-bias computes the same attention.")
     picture.save("widened-head")
 
 
