@@ -294,7 +294,7 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
     shown = capsys.readouterr().out
     for line in (
         "20 tokens in 2.5 slots per layer and head (12.5 % kept), at most 4",
-        "1 examples, 2 layers, 2 KV heads of 8",
+        "1 example, 2 layers, 2 KV heads of 8",
         f"{cache.nbytes:,}, 12.5 % of the 5,120 of the dense cache",
         "by hand",
         "unknown, fingerprint 0123456789ab",

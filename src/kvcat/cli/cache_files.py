@@ -90,7 +90,7 @@ def pack(
     docs/serving.md shows how each engine reads the file. With --head-dim the file is for the
     widened checkpoint (`kvcat widen`), and keeps the log-bias and unequal numbers of slots per
     head. Without it the cache must have neither: compress with --method
-    attention-matching,log_bias=false, or by eviction.
+    attention-matching,log_bias=false,budgets=equal, or by eviction.
 
     Example: kvcat pack ./my-model --cache report.safetensors -o report.prefix --head-dim 80
 
@@ -266,13 +266,14 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
+    examples = "example" if cache.batch_size == 1 else "examples"
     # which other rows show, or which only ``compose`` reads
     for size in ("num_slots", "mean_slots", "bits", "first_ids", "first_slots"):
         settings.pop(size, None)
     return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
         f"({100 * cache.mean_slots / num_tokens:.1f} % kept), at most {cache.max_slots}",
-        "shape": f"{cache.batch_size} examples, {len(counts)} layers, {counts[0].shape[1]} KV "
+        "shape": f"{cache.batch_size} {examples}, {len(counts)} layers, {counts[0].shape[1]} KV "
         f"heads of {keys.shape[-1]} channels, {_numbers(cache)}, "
         f"{'with' if cache.has_log_bias else 'without'} log-bias",
         "bytes": f"{cache.nbytes:,}, {100 * cache.nbytes / dense_bytes:.1f} % of the "

@@ -51,18 +51,18 @@ def compress(
     """Compress the KV cache of a document; `kvcat generate` then answers any number of prompts.
 
     A KV cache has one slot for each token: a key and a value in every layer and head. --keep 0.1
-    makes a cache with a tenth of the slots.
+    makes a cache with a tenth of the slots. For questions about facts choose --keep 0.2: a tenth
+    loses some of the right answers (docs/leaderboard.md).
 
     Example: kvcat compress ./my-model --text report.txt --keep 0.1 -o report.safetensors
 
     With --corpus, all documents of a corpus are compressed into a store; the model is loaded once.
-    The same command continues a stopped run, and makes documents whose text changed again.
+    The same command continues a stopped run, and compresses a document again if its text changed.
 
     Example: kvcat compress ./my-model --corpus articles.parquet --keep 0.1 -o store
 
     For an engine that needs the same number of slots in every head, use --method
-    attention-matching,budgets=equal. For many questions on one document, use --method
-    gradient,init=attention-matching,num_steps=50: it is slower and more accurate.
+    attention-matching,budgets=equal: it loses more at the same size.
 
     Args:
         output: Cache file to write (.safetensors); with --corpus a folder or an address such as
@@ -70,7 +70,7 @@ def compress(
         text: Text file (UTF-8) with the document; or give --corpus.
         corpus: Instead of --text: a folder of text files, a .jsonl or .parquet file, or hub:NAME.
         method: NAME or NAME,option=value,...; docs/compress.md lists names and options.
-        keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no budget is given.
+        keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no size is given.
         slots: Instead of --keep: number of slots per layer and head.
         max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
         bytes: Instead of --keep: largest size of keys, values, scales and log-bias; chooses slots

@@ -160,9 +160,9 @@ def demo(
 
     First the methods are compared on the model that comes with the package. Then this model is
     trained with KV-CAT and, as a control, with the plain loss on the same tokens, and the caches of
-    both are compared. The command ends with a verdict for each question and writes report.html. The
-    text is the Python sources of this installation; no download and no GPU is needed. If the
-    command is stopped at any moment, the same command continues.
+    both are compared. The command ends with a verdict for each question and writes report.html, in
+    up to 20 minutes on two cores. The text is the Python sources of this installation; no download
+    and no GPU is needed. If the command is stopped at any moment, the same command continues.
 
     Example: kvcat demo --quick
 
@@ -207,7 +207,8 @@ def prepare(
     Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model ./my-model -o fineweb
 
     Args:
-        data: A text, .jsonl or .parquet file, a folder of them, hub:NAME, or installed.
+        data: A text, .jsonl or .parquet file, a folder of them, hub:NAME, or installed (the
+            Python sources of this installation).
         tokenizer: Folder or Hub name of the model that will be trained.
         output: Folder to write.
         max_tokens: Largest number of training tokens; by default all text is read.

@@ -161,8 +161,7 @@ class Evaluation:
     data_seed: DataSeed = 0
     batch_size: BatchSize = 8
     ray: Unset[str] = None
-    """Evaluate on a Ray cluster: its address, or auto. Every worker does some of the batches. By
-    default this process does all."""
+    """Evaluate on a Ray cluster: its address, or auto. By default in this process."""
     workers: Unset[Count] = None
     """Number of Ray workers; by default as many as the cluster has devices."""
 

@@ -30,7 +30,9 @@ class TrainConfig:
 
     model: str  # Folder or Hub name of the checkpoint that training continues.
     output: str  # Folder of the run; by default runs/, the recipe's name and the policy's.
-    data: str = "installed"  # installed, a file, a folder, a folder of kvcat prepare, or hub:NAME.
+    # installed (the Python sources of this installation), a file, a folder, a folder of kvcat
+    # prepare, or hub:NAME.
+    data: str = "installed"
     # Policy that chooses which KV slots the masked pass hides: router, random or attention, or
     # NAME,option=value,... for a policy with options. With control there is no masked pass, and
     # the loss is the next-token loss alone.

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 class Suffix(CompressingEvaluation):
     """Compress the prefix of held-out windows and score the suffix on the compact cache.
 
-    Default keep ratios: 0.05 0.1 0.2 0.4.
+    The text "installed" is the Python sources of this installation. Default keep ratios: 0.05 0.1
+    0.2 0.4.
 
     Example: kvcat eval suffix base=./base kvcat=./runs/router/export --keep 0.05 0.1 --out results
     """
@@ -119,7 +120,7 @@ class Suffix(CompressingEvaluation):
     )
 
     data: Strings = ()
-    """Texts: files, folders, hub:NAME, installed, wikitext-103, pg-19, arxiv or fineweb-edu."""
+    """Files, folders, hub:NAME, wikitext-103, pg-19, arxiv, fineweb-edu; by default installed."""
     split: Split = "test"
     supervision: SuffixSupervision = "suffix"
     """Text to fit caches to: scored suffix (paper), its unscored half, or repeated prefix."""

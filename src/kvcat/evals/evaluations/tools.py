@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 class Tools(CompressingEvaluation):
     """Compress the schemas of functions and a request, then ask for the call as JSON.
 
-    The schemas and requests are generated: nothing is downloaded. Default keep ratios: 0.1, 0.25,
+    The schemas and requests are generated: nothing is downloaded. Default keep ratios: 0.1 0.25
     0.5.
 
     Example: kvcat eval tools ./model --method attention-matching snapkv --keep 0.25 --out tools
