@@ -1,9 +1,9 @@
-"""Answer questions about documents in llama.cpp from packed caches; the model is loaded once.
+r"""Answer questions about documents in llama.cpp from packed caches; the model is loaded once.
 
-    kvcat widen smollm2-135m -o wide.gguf
-    kvcat compress smollm2-135m --text examples/minutes.txt --chat --keep 0.25
-        -o minutes.safetensors
-    kvcat pack smollm2-135m --cache minutes.safetensors -o minutes --head-dim 80
+    kvcat compress smollm2-135m --text examples/minutes.txt --chat --keep 0.25 \
+        --method attention-matching,budgets=equal -o equal.safetensors
+    kvcat widen smollm2-135m --head-dim 72 -o wide.gguf
+    kvcat pack smollm2-135m --cache equal.safetensors --head-dim 72 -o minutes
     echo "minutes: Where is the next meeting?" |
         python examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
 
