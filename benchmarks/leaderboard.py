@@ -24,7 +24,7 @@ import torch
 import transformers
 from leaderboard_tools import measure_tool_calls, tool_calls_section
 from named_models import add_model_option, parse_models
-from peers import LEARNING
+from peers import LEARNING, method_of
 from quality import table
 from questions import BASELINES, right, share
 from windows import add_options
@@ -346,6 +346,8 @@ def main() -> None:
     earlier = [record["method"] for record in read_jsonl(added)]
     methods = METHODS | {method: f"`{method}`" for method in earlier}
     if not options.only_write:
+        for method in methods:
+            method_of(method)  # an unknown method is rejected before a model is loaded
         measure(options, list(methods))
     options.page.write_text(page(options, methods), encoding="utf-8")
     if options.plot:

@@ -314,6 +314,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
+    for method in options.methods:
+        method_of(method, options.peer)  # an unknown method is rejected before a model is loaded
     models = parse_models(options.model)
     windows = stored(options.out, options, SUFFIX, [encoder(model.tokenizer) for model in models])
     done = options.out / "records.jsonl"

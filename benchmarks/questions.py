@@ -311,7 +311,12 @@ def main() -> None:
     parser.add_argument("--conditions", nargs="+", default=CONDITIONS, metavar="METHOD@SUPERVISION")
     parser.add_argument("--seed", default="test", help="of the documents")
     parser.add_argument("--show", action="store_true", help="print the answers")
-    for_each_model(parser.parse_args(), ask)
+    options = parser.parse_args()
+    for condition in options.conditions:
+        method = condition.partition("@")[0]
+        if method != "truncated":
+            method_of(method)  # an unknown method is rejected before a model is loaded
+    for_each_model(options, ask)
 
 
 if __name__ == "__main__":

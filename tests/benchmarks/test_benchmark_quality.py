@@ -1,7 +1,12 @@
 """The joint report of KL on several models."""
 
+import sys
+
+import leaderboard
 import numpy as np
 import pytest
+import quality
+import questions
 from named_models import NamedModel, parse_models
 from quality import makes_cache, report, report_kinds, table
 
@@ -76,3 +81,20 @@ def test_models_are_named_by_their_label_or_folder():
     assert models[2] == NamedModel("Big", "folder/large")
     assert "share a label" in refusal(parse_models, ["a/x", "b/x"])
     assert "is no model" in refusal(parse_models, ["=x"])
+
+
+@pytest.mark.parametrize(
+    ("benchmark", "arguments"),
+    [
+        (quality, ["--data", "text=none", "--methods", "h2o", "no-such-method"]),
+        (questions, ["--conditions", "h2o@self", "no-such-method@self"]),
+        (leaderboard, ["--data", "text=none", "--page", "PAGE", "--add", "no-such-method"]),
+    ],
+)
+def test_an_unknown_method_is_rejected_before_a_model_is_loaded(
+    benchmark, arguments, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(leaderboard, "METHODS", {"h2o": "H2O"})
+    out = ["--model", "no-such-model", "--out", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", [benchmark.__name__, *arguments, *out])
+    assert "no compressor 'no-such-method'" in refusal(benchmark.main)
