@@ -18,7 +18,9 @@ def test_budgets_are_measured_once_and_used_for_other_documents(
     file = tmp_path / "budgets.json"
     words = ["budgets", tiny_folder, "--corpus", corpus, "-o", file, "--tokens", 32]
     assert run([str(word) for word in words]) == 0
-    assert capsys.readouterr().out == f"{file}: budgets of 3 documents of 32 tokens\n"
+    printed = capsys.readouterr()
+    assert printed.out == f"{file}: budgets of 3 documents of 32 tokens\n"
+    assert "documents with at least 32 tokens: 3 of the 50 wanted" in printed.err
     assert "exists; --overwrite replaces it" in mistake(*words)
     text = tmp_path / "text.txt"
     text.write_text("".join(sentences(2, seed=9)))

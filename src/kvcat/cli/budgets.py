@@ -62,11 +62,16 @@ def budgets(
         num_tokens=tokens,
         seed=seed,
     )
+    if len(sample) < documents:
+        print(
+            f"documents with at least {tokens} tokens: {len(sample)} of the {documents} wanted "
+            "(--tokens for shorter excerpts)",
+            file=sys.stderr,
+        )
     loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
     calibrated = calibrate_on(loaded, sample)
     if two_sizes:
         calibrated = calibrated.in_two_sizes()
     calibrated.save(output)
-    if calibrated.num_documents < documents:
-        print(f"only {calibrated.num_documents} documents have {tokens} tokens", file=sys.stderr)
-    print(f"{output}: budgets of {calibrated.num_documents} documents of {tokens} tokens")
+    measured = "1 document" if len(sample) == 1 else f"{len(sample)} documents"
+    print(f"{output}: budgets of {measured} of {tokens} tokens")
