@@ -28,6 +28,8 @@ it.
 
 Example: kvcat train small --model ./my-model --data ./texts --output runs/router"""
 
+_NO_RECIPE = "RECIPE"
+
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFile:
@@ -71,7 +73,7 @@ def train(arguments: Sequence[str]) -> None:
 
 
 def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """The name of the recipe and the options; the name is ``RECIPE`` if only help is requested."""
+    """The name of the recipe and the options; without a recipe, for help alone, ``_NO_RECIPE``."""
     from kvcat.recipes import RECIPES
 
     names = ", ".join(RECIPES)
@@ -80,11 +82,11 @@ def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
         name = arguments[0]
         options = list(arguments[1:])
     else:
-        name = "RECIPE"
+        name = _NO_RECIPE
         options = list(arguments)
     if name in RECIPES:
         return name, options
-    if name != "RECIPE":
+    if name != _NO_RECIPE:
         raise InputError(f"no recipe {name!r}: {names}")
     if {"-h", "--help"}.isdisjoint(options):
         raise InputError(f"name a recipe first: {names}")
@@ -110,7 +112,10 @@ def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
     )
     file = config_file.config
     default = Train(run=_defaults(recipe, read_json(file) if file else {}))
-    about = f"{_ABOUT}\n\n{_recipe_lines()}"
+    shown = f"of {name}."
+    if name == _NO_RECIPE:
+        shown = "of small; `kvcat train RECIPE --help` shows those of another recipe."
+    about = f"{_ABOUT}\n\n{_recipe_lines()}\n\nThe defaults below are those {shown}"
     return opt.parse(Train, f"kvcat train {name}", options, default=default, description=about)
 
 
