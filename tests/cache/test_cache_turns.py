@@ -1,6 +1,7 @@
 """Conversations on one cache, and generation settings of a model that would change them."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -175,3 +176,25 @@ def test_the_hooks_that_check_forwards_go_with_the_last_cache(model, cache):
     gc.collect()
     assert not model.base_model._forward_pre_hooks
     assert not model.base_model._forward_hooks
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 4])
+def test_one_row_of_a_batch_that_begins_with_its_document_is_rejected(model, num_rows):
+    documents = torch.cat([DOCUMENT, DOCUMENT.flip(1)])
+    both = kvcat.trace(model, documents, supervision="self").dense_cache()
+    for row, cache in enumerate((both.select([0]), both.select([1]))):
+        question = torch.cat([FIRST, DOCUMENT[:, :5]], 1).expand(num_rows, -1).clone()
+        cache.inputs(model, question)
+        question = torch.cat([DOCUMENT, FIRST], 1).expand(num_rows, -1).clone()
+        question[-1, :LENGTH] = documents[row]
+        assert "begin with the document" in refusal(cache.inputs, model, question)
+    assert "begin with the document" in refusal(both.inputs, model, documents)
+    both.inputs(model, documents.flip(0))
+
+
+def test_a_batch_whose_file_holds_one_hash_of_all_documents_is_selected_without_it(model):
+    documents = torch.cat([DOCUMENT, DOCUMENT.flip(1)])
+    both = kvcat.trace(model, documents, supervision="self").dense_cache()
+    older = replace(both, metadata={**both.metadata, "document": "0123456789abcdef"})
+    older.inputs(model, documents)
+    assert "document" not in older.select([1]).metadata

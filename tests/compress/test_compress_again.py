@@ -109,6 +109,10 @@ def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_rejected
         trace(double, windows, 32, past=compact)
     with pytest.raises(InputError, match="past holds 3 examples, input_ids 2"):
         trace(double, windows[:2], 48, past=compact)
+    others = windows[[0, 2, 1]]
+    with pytest.raises(InputError, match="past belongs to another text: row 1 of the tokens"):
+        trace(double, others, 48, past=compact)
+    trace(double, others, 48, past=compact.select([0, 2, 1]))
     for name in ("h2o", "snapkv", "tova"):
         with pytest.raises(InputError, match="part of which is already compact"):
             Eviction(name)(trace(double, windows, 48, past=compact), num_slots=5)

@@ -276,6 +276,10 @@ def test_what_cannot_be_composed_is_rejected_by_name(double, pair, windows):
     assert "refit is a trace of 2 prefixes" in refusal(
         kvcat.compose, double, [one, two], refit=joint
     )
+    swapped = kvcat.trace(double, torch.cat([B, A, QUESTION], dim=1), FIRST + SECOND)
+    assert "document 1, to refit, belongs to another text" in refusal(
+        kvcat.compose, double, [one, two], refit=swapped
+    )
     assert "cannot serve 1 rows" in refusal(kvcat.append, double, one, B[:1])
 
 

@@ -58,6 +58,16 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
     assert torch.equal(full.top1, torch.ones(3))
 
 
+def test_a_cache_of_another_text_of_the_same_length_is_not_compared(model, windows, traced):
+    cache = Eviction("random")(traced, num_slots=5)
+    for text, row in ((windows.roll(1, 0), 0), (windows[[0, 1, 1]], 2)):
+        with pytest.raises(InputError, match=f"the cache belongs to another text: row {row}"):
+            compare(trace(model, text, 48), cache)
+    one = Eviction("random")(trace(model, windows[:1], 48), num_slots=5)
+    with pytest.raises(InputError, match="the cache belongs to another text: row 1"):
+        supervised_kl(traced, one)
+
+
 REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budgets="adaptive")]
 
 

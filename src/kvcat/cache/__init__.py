@@ -11,12 +11,13 @@ from kvcat.cache.codes import (
     most_bytes_per_slot,
     round_values,
 )
-from kvcat.cache.compact import CompactCache, document_digest
+from kvcat.cache.compact import CompactCache
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
     FIRST_SLOTS,
     count_before,
+    document_digest,
     first_ids,
     first_slots,
     parse_first_ids,

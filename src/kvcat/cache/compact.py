@@ -1,6 +1,5 @@
 """The compact cache: a small number of slots in place of a long prefix."""
 
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +22,7 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
-from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head
+from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head, same_documents
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
@@ -159,7 +158,7 @@ class CompactCache:
         """The cache of the given examples."""
         layers = [layer.select(rows) for layer in self.layers]
         states = {number: state.select(rows) for number, state in self.states.items()}
-        metadata = of_rows(self.metadata, rows)
+        metadata = of_rows(self.metadata, rows, self.batch_size)
         return replace(self, layers=layers, metadata=metadata, states=states)
 
     def to(
@@ -230,6 +229,23 @@ class CompactCache:
                 f"the model's {model_fingerprint[:12]}"
             )
 
+    def check_document(self, tokens: Int[Tensor, "batch prefix"], name: str) -> None:
+        """Raise ``InputError`` if tokens are not those of the documents in the cache, where it
+        records these.
+
+        Args:
+            tokens: one row for each example, or several.
+            name: of the cache, for the message.
+        """
+        are_same = self._same_documents(tokens)
+        if are_same is not None and not all(are_same):
+            raise InputError(
+                f"{name} belongs to another text: row {are_same.index(False)} of the tokens differs"
+            )
+
+    def _same_documents(self, tokens: Int[Tensor, "batch prefix"]) -> list[bool] | None:
+        return same_documents(self.metadata, self.batch_size, tokens)
+
     def inputs(
         self,
         model: PreTrainedModel,
@@ -264,7 +280,7 @@ class CompactCache:
                 a text that needs other rotary factors than the cache has.
         """
         self.check_tokens(model, input_ids, any_length=any_length)
-        if document_digest(input_ids[:, : self.num_tokens]) == self.metadata.get("document"):
+        if any(self._same_documents(input_ids[:, : self.num_tokens]) or []):
             raise InputError(
                 f"input_ids begin with the document, whose {self.num_tokens} tokens the cache "
                 "holds: pass only the tokens after it"
@@ -461,8 +477,3 @@ def _state_layer(
     if window is not None:
         return WindowState(state, num_tokens, window=window, read_only=read_only)
     return RecurrentState(state, read_only=read_only)
-
-
-def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:
-    """A hash of the tokens of one or several documents; different tokens have different hashes."""
-    return hashlib.sha256(repr(tokens.tolist()).encode()).hexdigest()[:16]

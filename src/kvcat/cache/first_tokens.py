@@ -1,10 +1,12 @@
-"""What a compact cache records about the first tokens of its document, as metadata.
+"""What a compact cache records about the tokens of its document, as metadata.
 
-``compose`` encodes these tokens again behind another document. It needs their ids, and which slots
-represent them. Layers in ordinary numbers know the positions of their slots. Layers in few bits do
-not, so that their caches record which of the first tokens have a slot.
+``compose`` encodes the first tokens again behind another document. It needs their ids, and which
+slots represent them. Layers in ordinary numbers know the positions of their slots. Layers in few
+bits do not, so that their caches record which of the first tokens have a slot. A hash of all tokens
+shows whether other tokens are those of the same document.
 """
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +16,7 @@ from kvcat.cache.slots import Layer, RaggedLayer, Rows, spans
 from kvcat.choices import NUM_FIRST
 from kvcat.types import Int, Tensor
 
+DOCUMENT = "document"
 FIRST_IDS = "first_ids"
 FIRST_SLOTS = "first_slots"
 _ROWS = ";"  # between the examples of a batch
@@ -21,6 +24,36 @@ _DIGITS = NUM_FIRST // 4  # hexadecimal digits for one bit of each first token
 
 PositionsOfHeads = Sequence[Sequence[Int[Tensor, " _"]]]
 """Positions of the slots of one layer, per example and KV head."""
+
+
+def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:
+    """A hash of the tokens of every document in a batch, as text for the metadata."""
+    return _ROWS.join(_digests(tokens))
+
+
+def same_documents(
+    metadata: dict[str, str], num_examples: int, tokens: Int[Tensor, "batch prefix"]
+) -> list[bool] | None:
+    """Per row, whether tokens are those of the example of a cache that the row continues.
+
+    None if the cache does not record it: a composed one, or a batch of an earlier version of kvcat.
+
+    Args:
+        metadata: of the cache.
+        num_examples: of the cache.
+        tokens: a multiple of this number of rows; consecutive rows continue the same example.
+    """
+    recorded = metadata.get(DOCUMENT, "").split(_ROWS)
+    if recorded == [""] or len(recorded) != num_examples:
+        return None
+    rows_of_each = len(tokens) // num_examples
+    wanted = [digest for digest in recorded for _ in range(rows_of_each)]
+    return [one == other for one, other in zip(_digests(tokens), wanted, strict=True)]
+
+
+def _digests(tokens: Int[Tensor, "batch prefix"]) -> list[str]:
+    texts = [repr([row]) for row in tokens.tolist()]
+    return [hashlib.sha256(text.encode()).hexdigest()[:16] for text in texts]
 
 
 def first_ids(tokens: Int[Tensor, "batch prefix"]) -> str:
@@ -85,14 +118,17 @@ def count_before(
     return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
 
 
-def of_rows(metadata: dict[str, str], rows: Rows) -> dict[str, str]:
-    """The metadata of a batch's chosen examples."""
+def of_rows(metadata: dict[str, str], rows: Rows, num_examples: int) -> dict[str, str]:
+    """The metadata of the chosen examples of a batch."""
+    chosen: Any = torch.arange(num_examples)[rows.cpu() if torch.is_tensor(rows) else rows]
     selected = dict(metadata)
-    for name in (FIRST_IDS, FIRST_SLOTS):
+    for name in (DOCUMENT, FIRST_IDS, FIRST_SLOTS):
         if name in metadata:
             texts = metadata[name].split(_ROWS)
-            chosen: Any = torch.arange(len(texts))[rows.cpu() if torch.is_tensor(rows) else rows]
-            selected[name] = _ROWS.join(texts[row] for row in chosen.tolist())
+            if len(texts) == num_examples:
+                selected[name] = _ROWS.join(texts[row] for row in chosen.tolist())
+            else:  # an earlier version of kvcat: one hash of all documents
+                del selected[name]
     return selected
 
 

@@ -98,8 +98,8 @@ def compare(
         chunk_tokens: most suffix tokens of each example that run at once.
 
     Raises:
-        InputError: no suffix, a cache of another model, prefix length or batch, or a start that
-            leaves no token.
+        InputError: no suffix, a cache of another model, text, prefix length or batch, or a start
+            that leaves no token.
     """
     suffix_len = trace.suffix_ids.shape[1]
     if suffix_len == 0:
@@ -137,7 +137,7 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
     token.
 
     Raises:
-        InputError: no such positions, or a cache of another model or batch.
+        InputError: no such positions, or a cache of another model, text or batch.
     """
     trace.check_supervises()
     kl: Any = _position_scores(trace, cache).kl
@@ -152,6 +152,7 @@ def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096
             f"to a trace of "
             f"{trace.batch_size} prefixes of {trace.prefix_len}"
         )
+    cache.check_document(trace.input_ids[:, : trace.prefix_len], "the cache")
     factors = cache.rotary_factors(trace.model)
     if factors != trace.rope:
         raise InputError(

@@ -363,6 +363,11 @@ def _check_refit(refit: Trace, caches: Sequence[CompactCache]) -> None:
         raise InputError("refit must be a dense trace, not one with a past")
     if refit.fingerprint != caches[0].fingerprint:
         raise InputError("refit is a trace of another model")
+    start = 0
+    for number, cache in enumerate(caches, start=1):
+        stop = start + cache.num_tokens
+        cache.check_document(refit.input_ids[:, start:stop], f"document {number}, to refit,")
+        start = stop
 
 
 def _check_positions(model: PreTrainedModel, num_tokens: int) -> None:

@@ -84,7 +84,7 @@ def trace(
             raise InputError(
                 "past has protected slots of a later document, which compression would not keep"
             )
-        past_len = _check_past(past, model, prefix_len, len(sequence.input_ids), rope)
+        past_len = _check_past(past, model, prefix_len, sequence.input_ids, rope)
         past_layers = [layer.padded() for layer in past.layers]
         past = replace(past, layers=past_layers)
     reads_itself = sequence.supervision == "self"
@@ -269,7 +269,11 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
 
 
 def _check_past(
-    past: CompactCache, model: PreTrainedModel, prefix_len: int, batch: int, rope: Factors | None
+    past: CompactCache,
+    model: PreTrainedModel,
+    prefix_len: int,
+    input_ids: Int[Tensor, "batch tokens"],
+    rope: Factors | None,
 ) -> int:
     past.check_model(model)
     if past.rotary_factors(model) != rope:
@@ -281,8 +285,9 @@ def _check_past(
         raise InputError(
             f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them"
         )
-    if past.batch_size != batch:
-        raise InputError(f"past holds {past.batch_size} examples, input_ids {batch}")
+    if past.batch_size != len(input_ids):
+        raise InputError(f"past holds {past.batch_size} examples, input_ids {len(input_ids)}")
+    past.check_document(input_ids[:, : past.num_tokens], "past")
     return past.num_tokens
 
 
