@@ -280,6 +280,11 @@ def test_what_cannot_be_composed_is_rejected_by_name(double, pair, windows):
     assert "document 1, to refit, belongs to another text" in refusal(
         kvcat.compose, double, [one, two], refit=swapped
     )
+    joint = kvcat.trace(double, torch.cat([A, B, QUESTION], dim=1), FIRST + SECOND)
+    exact = AttentionMatching()(pair[0], num_slots=7, protect=[(0, 3)])
+    assert "protected slots, which a refit would change" in refusal(
+        kvcat.compose, double, [exact, two], refit=joint
+    )
     assert "cannot serve 1 rows" in refusal(kvcat.append, double, one, B[:1])
 
 

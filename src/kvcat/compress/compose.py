@@ -56,8 +56,9 @@ def compose(
 
     Raises:
         InputError: no caches; a cache of another model or batch; keys that cannot be rotated; a
-            seam of tokens that a cache does not record; a later document that opens a chat turn; or
-            more tokens than the model has positions.
+            seam of tokens that a cache does not record; a later document that opens a chat turn;
+            more tokens than the model has positions; or a refit of other documents, or of protected
+            slots.
     """
     _check(model, caches, seam_tokens)
     if len(caches) > 1 and any(cache.states for cache in caches):
@@ -363,6 +364,8 @@ def _check_refit(refit: Trace, caches: Sequence[CompactCache]) -> None:
         raise InputError("refit must be a dense trace, not one with a past")
     if refit.fingerprint != caches[0].fingerprint:
         raise InputError("refit is a trace of another model")
+    if any({"protected", "protected_later"} & set(cache.metadata) for cache in caches):
+        raise InputError("a document has protected slots, which a refit would change: leave it out")
     start = 0
     for number, cache in enumerate(caches, start=1):
         stop = start + cache.num_tokens
