@@ -196,11 +196,34 @@ def test_a_document_near_the_border_of_its_rotary_factors_needs_room_for_the_ans
     cache = compress(folder, tmp_path / "doc.txt", "--keep", 1)
     asked = ["generate", folder, "--cache", cache, "--prompt", "the cat", "--max-new-tokens", 40]
     said = mistake(*asked)
-    assert "exceed the 64 for which the rotary factors of the cache hold" in said
+    assert "exceed the 64 for which the cache was made" in said
     room = said.partition("--room ")[2].partition(",")[0]
     compress(folder, tmp_path / "doc.txt", "--keep", 1, "--room", room, "--overwrite")
     assert kvcat("info", cache) == 0
     assert f"room {room}, rope long" in capsys.readouterr().out
+    assert kvcat(*asked) == 0
+
+
+def test_an_answer_that_may_leave_a_compacted_sliding_window_is_rejected_before_it_begins(
+    tmp_path, mistake, capsys
+):
+    folder = write_tiny_model(
+        tmp_path / "model",
+        num_hidden_layers=2,
+        use_sliding_window=True,
+        layer_types=["sliding_attention", "full_attention"],
+        sliding_window=64,
+    )
+    (tmp_path / "doc.txt").write_text(DOCUMENT)
+    cache = compress(folder, tmp_path / "doc.txt", "--keep", 1, "--supervision", "self")
+    asked = ["generate", folder, "--cache", cache, "--prompt", "the cat", "--max-new-tokens", 40]
+    capsys.readouterr()
+    said = mistake(*asked)
+    assert capsys.readouterr().out == ""
+    assert "exceed the 64 for which the cache was made" in said
+    room = said.partition("--room ")[2].partition(",")[0]
+    again = ["--keep", 1, "--supervision", "self", "--room", room, "--overwrite"]
+    compress(folder, tmp_path / "doc.txt", *again)
     assert kvcat(*asked) == 0
 
 

@@ -132,6 +132,23 @@ def test_a_batch_ends_before_a_row_would_pass_the_last_position(loaded, cache):
     assert batch_size(loaded[0], cache, [long, wide]) == 1
 
 
+def test_padding_in_a_batch_does_not_leave_a_compacted_sliding_window(loaded):
+    window = 64
+    sizes = {"vocab_size": len(loaded[1]), "max_position_embeddings": 256}
+    model = loud_model("mistral", sliding_window=window, **sizes)
+    document = torch.randint(3, 67, (1, 40), generator=torch.Generator().manual_seed(2))
+    cache = kvcat.trace(model, document, supervision="self").dense_cache()
+    both = [
+        Asked((model, loaded[1]), cache, text, max_new_tokens=most)
+        for text, most in (("the cat", 20), ("the dog finds the river and the stone then", 3))
+    ]
+    for one in both:
+        num_tokens = 40 + one.ids.shape[1] + one.question.sampling.max_new_tokens
+        assert num_tokens <= window
+        assert batch_size(model, cache, [one.question] * 3) == 3
+    assert batch_size(model, cache, [one.question for one in both]) == 1
+
+
 @pytest.fixture(scope="module")
 def store(loaded, tmp_path_factory):
     """A store of three documents without a chat template."""

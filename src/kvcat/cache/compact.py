@@ -340,10 +340,14 @@ class CompactCache:
             )
 
     def longest_text(self, model: PreTrainedModel) -> int | None:
-        """The most tokens of prefix and following text that the cache's rotary factors allow; None:
-        no limit.
+        """The most tokens of prefix and following text that the cache allows, by its rotary factors
+        and by the sliding windows of its compacted layers; None: no limit.
         """
-        return rope_border(model.config) if self.rotary_factors(model) == "short" else None
+        windows = layer_windows(model.config)
+        limits = [windows[number] for number in self.layer_numbers]
+        if self.rotary_factors(model) == "short":
+            limits.append(rope_border(model.config))
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def rotary_factors(self, model: PreTrainedModel) -> Factors | None:
         """The factors that the keys were rotated with.

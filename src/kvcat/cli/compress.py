@@ -80,7 +80,7 @@ def compress(
             16 or, with --bytes and --mb, as few as are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
-            depend on the length need it (LongRoPE).
+            depend on the length (LongRoPE), or with sliding windows, need it.
         text_column: Column of a corpus that holds the texts; by default text.
         id_column: Column of a corpus that holds the ids of the documents; by default id.
         check: Measure every document's KL on held-out positions; about doubles the time.

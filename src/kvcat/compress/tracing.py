@@ -55,9 +55,9 @@ def trace(
             compressed together with those of the other tokens.
         room: number of tokens in questions and answers that will follow the prefix, at least 0. It
             matters only for models whose rotary factors depend on the length of the text
-            (LongRoPE), because the factors of the trace and its caches depend on prefix and room.
-            None: 0 for a reconstruction sequence or with "self", otherwise the number of suffix
-            tokens.
+            (LongRoPE), and for sliding windows: prefix and room decide which factors the trace and
+            its caches have, and which windows are kept whole. None: 0 for a reconstruction sequence
+            or with "self", otherwise the number of suffix tokens.
         chunk_tokens: largest number of tokens per example that run at once (``capture``).
 
     Raises:

@@ -156,7 +156,7 @@ def answer_length(
     if longest_text is not None and length > longest_text:
         raise InputError(
             f"document, prompt and answer of {length} tokens exceed the {longest_text} for which "
-            "the rotary factors of the cache hold: compress with --room "
+            "the cache was made (its rotary factors, or a sliding window): compress with --room "
             f"{length - cache.num_tokens}, or give a smaller --max-new-tokens"
         )
     return min(max_new_tokens, num_positions - num_read)

@@ -51,11 +51,16 @@ def batch_size(
     """How many of the first questions fit in one batch, at least 1.
 
     Until the longest answer ends, all rows move on together, and none may pass the model's last
-    position. Layers with a state, and rotary factors that depend on the length, have batches of 1.
+    position, or the sliding window of a compacted layer. Layers with a state, and rotary factors
+    that depend on the length, have batches of 1.
     """
     if cache.states or cache.rotary_factors(model) is not None:
         return 1
-    num_left = positions_of(model.config) - cache.num_tokens
+    longest_text = cache.longest_text(model)  # of a row with its padding
+    num_positions = positions_of(model.config)
+    if longest_text is not None:
+        num_positions = min(num_positions, longest_text)
+    num_left = num_positions - cache.num_tokens
     longest_question = 0
     longest_answer = 0
     for number, question in enumerate(questions[:BATCH_ROWS]):
