@@ -4,7 +4,14 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, cache_argument, fingerprint
+from kvcat.cache import (
+    CACHE_NAME,
+    CompactCache,
+    CompactLayer,
+    PrefixLayer,
+    cache_argument,
+    fingerprint,
+)
 from kvcat.errors import InputError
 from tiny import loud_model
 
@@ -146,6 +153,28 @@ def test_left_padded_questions_are_answered_as_each_would_be_alone(form, static_
     out = model.generate(**inputs, max_new_tokens=6, do_sample=False)
     for row, question in zip(out, texts, strict=True):
         assert row[4:].tolist() == greedy(cache, torch.tensor([question]), 6)[0][len(question) :]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("form", "static_tokens"), [("biased", None), ("biased", 12), ("ragged", None)]
+)
+def test_a_forward_behind_left_padding_has_the_logits_of_each_question_alone(form, static_tokens):
+    model = tiny()
+    cache = made(model, form, 1)
+    texts = [[7, 3], [11, 12, 13, 14], [9, 2, 5]]
+    ids = torch.tensor([[0] * (4 - len(q)) + q for q in texts])
+    mask = (ids > 0).long()
+    inputs = cache.inputs(model, ids, mask, static_tokens=static_tokens)
+    logits = model(**inputs).logits
+    more = torch.tensor([[8, 1], [2, 6], [4, 4]])  # a second turn, after all rows
+    whole_mask = torch.cat([inputs["attention_mask"], torch.ones_like(more)], dim=1)
+    again = {CACHE_NAME: inputs[CACHE_NAME], "attention_mask": whole_mask}
+    later = model(more, **again).logits
+    for row, question in enumerate(texts):
+        alone = naive_logits(cache, torch.tensor([[*question, *more[row].tolist()]]))[0]
+        assert torch.allclose(logits[row, 4 - len(question) :], alone[:-2], atol=1e-10)
+        assert torch.allclose(later[row], alone[-2:], atol=1e-10)
 
 
 @torch.no_grad()

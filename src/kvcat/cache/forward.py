@@ -112,16 +112,18 @@ def _release(module: "ref[nn.Module]") -> None:
         del _GUARDED[guarded_module]
 
 
-def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _before(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     past = kwargs.get(CACHE_NAME)
     if not isinstance(past, PrefixCache):
-        return
+        return None
     if torch.compiler.is_compiling():
         if past.factors is not None:
             raise InputError(
                 "rotary factors that depend on the length cannot be held in a compiled model"
             )
-        return
+        return None
     ids = args[0] if args else kwargs.get("input_ids")
     new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
     num_new = new_inputs.shape[1]
@@ -137,6 +139,24 @@ def _before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             check_length(module.config, past.factors, length + num_new)  # type: ignore[arg-type]
         past.held = held_factors(module, past.factors)
         past.held.__enter__()
+    positions = _positions_behind_padding(module, num_new, kwargs)
+    return None if positions is None else (args, {**kwargs, "position_ids": positions})
+
+
+def _positions_behind_padding(
+    module: nn.Module, num_new: int, kwargs: dict[str, Any]
+) -> Int[Tensor, "batch new"] | None:
+    """The positions of the new tokens without the padding before them, as ``generate`` counts them.
+
+    A forward alone would count padding, which moves a padded question away from the prefix. None if
+    there is no padding, or if the caller gives the positions.
+    """
+    mask = kwargs.get("attention_mask")
+    if kwargs.get("position_ids") is not None or not isinstance(mask, Tensor) or mask.dim() != 2:
+        return None
+    if bool(mask.all()) or "position_ids" not in inspect.signature(module.forward).parameters:
+        return None
+    return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -num_new:]
 
 
 def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
