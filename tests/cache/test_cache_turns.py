@@ -198,3 +198,31 @@ def test_a_batch_whose_file_holds_one_hash_of_all_documents_is_selected_without_
     older = replace(both, metadata={**both.metadata, "document": "0123456789abcdef"})
     older.inputs(model, documents)
     assert "document" not in older.select([1]).metadata
+
+
+@pytest.mark.parametrize("budgets", ["equal", "adaptive"])
+@pytest.mark.parametrize("static_tokens", [None, 8])
+def test_a_change_of_the_attention_after_the_inputs_is_rejected(model, budgets, static_tokens):
+    document = kvcat.trace(model, DOCUMENT, supervision="self")
+    cache = kvcat.AttentionMatching(budgets=budgets)(document, num_slots=7)
+    inputs = cache.inputs(model, FIRST, static_tokens=static_tokens)
+    for name in ("sdpa", "eager"):
+        model.set_attn_implementation(name)
+        with torch.no_grad():
+            assert f"attention is {name!r} now" in refusal(model, **inputs)
+            assert f"attention is {name!r} now" in refusal(
+                model.generate, **inputs, max_new_tokens=1
+            )
+    with torch.no_grad():
+        again = model(**cache.inputs(model, FIRST)).logits  # which switches back
+        assert torch.equal(model(**inputs).logits, again)
+
+
+def test_stock_attention_serves_slots_without_log_bias_in_equal_heads(model):
+    document = kvcat.trace(model, DOCUMENT, supervision="self")
+    cache = kvcat.Eviction("streaming")(document, num_slots=7)
+    inputs = cache.inputs(model, FIRST)
+    with torch.no_grad():
+        before = model(**cache.inputs(model, FIRST)).logits
+        model.set_attn_implementation("sdpa")
+        torch.testing.assert_close(model(**inputs).logits, before, rtol=0, atol=1e-10)

@@ -12,6 +12,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
+from kvcat.attention import NAME
+from kvcat.cache.layers import PrefixLayer
 from kvcat.cache.rope import Factors, check_length, held_factors
 from kvcat.cache.states import RecurrentState, WindowState
 from kvcat.errors import InputError
@@ -127,6 +129,7 @@ def _before(
     ids = args[0] if args else kwargs.get("input_ids")
     new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
     num_new = new_inputs.shape[1]
+    _check_attention(module, past)
     for layer in past.layers:
         if isinstance(layer, RecurrentState):
             layer.fit_batch(len(new_inputs))
@@ -165,6 +168,19 @@ def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any)
         held = past.held
         past.held = None
         held.__exit__(None, None, None)
+
+
+def _check_attention(module: Any, past: PrefixCache) -> None:
+    """Raise ``InputError`` if the model's attention was changed and does not read the slots."""
+    name = module.config.get_text_config(decoder=True)._attn_implementation
+    if name == NAME:
+        return
+    for layer in past.layers:
+        if isinstance(layer, PrefixLayer) and layer.needs_attention:
+            raise InputError(
+                f"the model's attention is {name!r} now, which does not read the log-bias and the "
+                "unequal heads of a compact cache: call cache.inputs after every change of it"
+            )
 
 
 def _check_forward(past: PrefixCache, length: int, num_new: int, kwargs: dict[str, Any]) -> None:

@@ -72,6 +72,11 @@ class PrefixLayer(CacheLayerMixin):
         self.is_initialized = True
         self._sent: Carried | None = None
 
+    @property
+    def needs_attention(self) -> bool:
+        """Whether only kvcat's attention reads the slots as they are."""
+        return self.log_bias is not None or self.ragged is not None
+
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """Nothing to do: the slots are there from the start."""
 
