@@ -242,6 +242,59 @@ def test_a_long_answer_is_compacted_on_the_way_and_streamed_once(make):
     assert heard.num_ends == 1
 
 
+def test_settings_that_a_session_cannot_follow_are_rejected_before_the_prompt(make):
+    session = make()
+    session.append(TOKENS[:20])
+    for name in ("num_beams", "num_return_sequences", "repetition_penalty", "min_new_tokens"):
+        said = refusal(session.generate_ids, TOKENS[:5], **{name: 2})
+        assert f"a session has no {name}" in said
+        assert "temperature" in said
+    for misspelt in ("temprature", "max_tokens"):
+        said = refusal(session.chat, "the cat", **{misspelt: 1})
+        assert f"no generation setting {misspelt!r}" in said
+    assert session.num_tokens == 20
+
+
+def test_an_end_of_text_token_of_id_0_ends_an_answer(make):
+    answers = []
+    for ends in ([0], 0):
+        session = make(budget=200)
+        session.append(TOKENS[:30])
+        torch.manual_seed(5)
+        options = {"do_sample": True, "temperature": 90.0, "eos_token_id": ends}
+        answers.append(session.generate_ids(max_new_tokens=150, **options).tolist())
+    assert answers[0] == answers[1]
+    assert answers[0].index(0) == len(answers[0]) - 1 < 149
+
+
+class Broken(Heard):
+    """A streamer that fails at the third token."""
+
+    def put(self, value):
+        super().put(value)
+        if len(self.values) == 4:
+            raise KeyboardInterrupt
+
+
+def test_a_session_whose_answer_fails_is_as_it_was_before_the_prompt(model, make):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    chatting = Session(model, tokenizer, budget=40, tail=8)
+    chatting.turn("the old cat sees the old cat and the dog", role="system")
+    asked = make()
+    asked.append(TOKENS[:20])
+    for session, ask in ((chatting, chatting.chat), (asked, asked.generate)):
+        before = session.ids
+        with pytest.raises(KeyboardInterrupt):
+            ask("the cat keeps a small red stone", streamer=Broken())
+        assert torch.equal(session.ids, before)
+    fresh = Session(model, tokenizer, budget=40, tail=8)
+    fresh.turn("the old cat sees the old cat and the dog", role="system")
+    for session in (chatting, fresh):
+        session.turn("a river")
+    assert torch.equal(chatting.ids, fresh.ids)
+
+
 def test_a_saved_session_continues_with_the_same_bits(model, tokenizer, make, tmp_path):
     path = tmp_path / "talk.session"
     for num_tokens in (0, 20, 90):

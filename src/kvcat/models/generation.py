@@ -19,11 +19,11 @@ _WITHOUT_EFFECT = {
     "prefill_chunk_size", "renormalize_logits", "return_dict_in_generate", "transformers_version",
     "use_cache",
 }  # fmt: skip
-# settings that have an effect only where tokens are sampled
-_SAMPLING = {
+SAMPLING = {
     "do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "epsilon_cutoff",
     "eta_cutoff",
 }  # fmt: skip
+"""Generation settings that have an effect only where tokens are sampled."""
 
 
 def end_tokens(model: PreTrainedModel) -> list[int]:
@@ -74,7 +74,7 @@ def left_out(model: PreTrainedModel, *, sampling: bool) -> list[str]:
     for name, value in sorted(config.to_diff_dict().items()):
         if name.startswith("_") or name in _WITHOUT_EFFECT or name == "do_sample":
             continue
-        if name in _SAMPLING and not sampling:
+        if name in SAMPLING and not sampling:
             continue
         if value is None or value == defaults.get(name):
             continue

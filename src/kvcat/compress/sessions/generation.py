@@ -1,5 +1,6 @@
 """Generation after all that a session holds, in several calls of ``model.generate``."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -7,8 +8,32 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from kvcat.cache import PrefixCache, cache_argument
 from kvcat.compress.sessions.state import SessionState
+from kvcat.errors import InputError
 from kvcat.models import frozen
+from kvcat.models.generation import SAMPLING
 from kvcat.types import Int, Tensor
+
+_OF_ONE_TOKEN = SAMPLING | {
+    "eos_token_id", "pad_token_id", "remove_invalid_values", "renormalize_logits",
+    "suppress_tokens",
+}  # fmt: skip
+
+
+def check_settings(settings: Mapping[str, Any]) -> None:
+    """Raise ``InputError`` for generation settings that a session does not support.
+
+    It generates one answer, in pieces between compactions. A setting that looks at earlier tokens
+    would see those of the piece alone.
+    """
+    existing = vars(GenerationConfig())
+    for name in settings:
+        if name not in existing:
+            raise InputError(f"there is no generation setting {name!r}")
+        if name not in _OF_ONE_TOKEN:
+            raise InputError(
+                f"a session has no {name}: it generates one answer, in pieces between compactions; "
+                f"there are {', '.join(sorted(_OF_ONE_TOKEN))}"
+            )
 
 
 def continued(

@@ -1,7 +1,7 @@
 """Sessions: conversations that compress what lies behind them, again and again."""
 
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from kvcat.compress.protection import clipped, joined_ranges, protecting
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
-from kvcat.compress.sessions.generation import continued
+from kvcat.compress.sessions.generation import check_settings, continued
 from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
 from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import Range
@@ -159,16 +159,12 @@ class Session:
         """
         ids = self._encoded(tokens)
         start = self.num_tokens
-        before = (self._state, self.protect, self.num_compactions)
-        try:
+        with self._restored_after_failure():
             if protect:
                 added = (start, start + len(ids))
                 self.protect = joined_ranges([*self.protect, added], start + len(ids))
                 check_budget(self.budget, self.tail, self.room, self.protect)
             self._append(ids)
-        except BaseException:
-            self._state, self.protect, self.num_compactions = before
-            raise
 
     def score(self, tokens: Tokens) -> Float[Tensor, "tokens vocab"]:
         """Logits after each of some tokens that are not appended; the session does not change.
@@ -203,10 +199,12 @@ class Session:
             prompt: text or token ids; None: the answer continues what was appended.
             max_new_tokens: most tokens of the answer, at least 1.
             streamer: of transformers, such as ``TextStreamer(tokenizer, skip_prompt=True)``.
-            settings: of generation, such as do_sample=True, temperature=0.7.
+            settings: of generation, such as do_sample=True, temperature=0.7; those that look at
+                earlier tokens, and several beams or answers, are not possible.
 
         Raises:
-            InputError: as ``append``; or no prompt, and no token to continue.
+            InputError: as ``append``; no prompt, and no token to continue; or a setting that is not
+                possible.
         """
         ids = self.generate_ids(
             prompt, max_new_tokens=max_new_tokens, streamer=streamer, **settings
@@ -223,8 +221,16 @@ class Session:
     ) -> Int[Tensor, " new"]:
         """As ``generate``; the token ids of the answer."""
         check_least(1, max_new_tokens=max_new_tokens)
-        if prompt is not None:
-            self.append(prompt)
+        check_settings(settings)
+        with self._restored_after_failure():
+            if prompt is not None:
+                self.append(prompt)
+            return self._answer(max_new_tokens, streamer, settings)
+
+    def _answer(
+        self, max_new_tokens: int, streamer: Any, settings: Mapping[str, Any]
+    ) -> Int[Tensor, " new"]:
+        """The token ids of an answer, which is appended."""
         self._check_tokens_exist()
         self._check_positions(1)
         most = min(max_new_tokens, positions_of(self.model.config) - self.num_tokens)
@@ -232,7 +238,8 @@ class Session:
             streamer.put(self._state.ids[-1:].cpu())
         answer = self._state.ids[:0]
         with plain_generation(self.model, **settings) as config:
-            ends = torch.tensor(config.eos_token_id or [], device=answer.device)
+            has_ends = config.eos_token_id is not None
+            ends = torch.tensor(config.eos_token_id if has_ends else [], device=answer.device)
             while len(answer) < most:
                 free = max(1, int(self.budget - self.held_slots))
                 config.max_new_tokens = min(free, most - len(answer))
@@ -270,8 +277,11 @@ class Session:
         Raises:
             InputError: as ``turn``.
         """
-        self._append_turn("user", text, protect=False, is_answered=True)
-        ids = self.generate_ids(max_new_tokens=max_new_tokens, streamer=streamer, **settings)
+        check_least(1, max_new_tokens=max_new_tokens)
+        check_settings(settings)
+        with self._restored_after_failure():
+            self._append_turn("user", text, protect=False, is_answered=True)
+            ids = self.generate_ids(max_new_tokens=max_new_tokens, streamer=streamer, **settings)
         is_ended = int(ids[-1]) in end_tokens(self.model)
         answer = self._decoded(ids[:-1] if is_ended else ids)
         end = self._decoded(ids[-1:]) if is_ended else ""
@@ -371,6 +381,16 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def _restored_after_failure(self) -> Iterator[None]:
+        """A block after whose failure the session is as it was before."""
+        before = (self._state, self._conversation, self.protect, self.num_compactions)
+        try:
+            yield
+        except BaseException:
+            self._state, self._conversation, self.protect, self.num_compactions = before
+            raise
 
     def _append(self, ids: Int[Tensor, " new"]) -> None:
         """Append tokens piece by piece."""
