@@ -167,12 +167,12 @@ def test_a_forward_behind_left_padding_has_the_logits_of_each_question_alone(for
     mask = (ids > 0).long()
     inputs = cache.inputs(model, ids, mask, static_tokens=static_tokens)
     logits = model(**inputs).logits
-    more = torch.tensor([[8, 1], [2, 6], [4, 4]])  # a second turn, after all rows
-    whole_mask = torch.cat([inputs["attention_mask"], torch.ones_like(more)], dim=1)
+    second_turn = torch.tensor([[8, 1], [2, 6], [4, 4]])  # a second turn, after all rows
+    whole_mask = torch.cat([inputs["attention_mask"], torch.ones_like(second_turn)], dim=1)
     again = {CACHE_NAME: inputs[CACHE_NAME], "attention_mask": whole_mask}
-    later = model(more, **again).logits
+    later = model(second_turn, **again).logits
     for row, question in enumerate(texts):
-        alone = naive_logits(cache, torch.tensor([[*question, *more[row].tolist()]]))[0]
+        alone = naive_logits(cache, torch.tensor([[*question, *second_turn[row].tolist()]]))[0]
         assert torch.allclose(logits[row, 4 - len(question) :], alone[:-2], atol=1e-10)
         assert torch.allclose(later[row], alone[-2:], atol=1e-10)
 
