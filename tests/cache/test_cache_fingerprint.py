@@ -376,6 +376,32 @@ def test_a_wrapped_model_is_rejected_and_the_model_inside_is_not():
     assert "another model" in refusal(cache.inputs, merged, ids)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch itself
+def test_wrappers_of_torch_are_rejected_by_name_and_a_model_compiled_in_place_is_not():
+    model = loud_model("llama")
+    ids = torch.arange(40)[None]
+    cache = kvcat.trace(model, ids, 30).dense_cache()
+    wrappers = {
+        "OptimizedModule wraps a model: give the model itself": torch.compile(model),
+        "DataParallel wraps a model: give its module": torch.nn.DataParallel(model),
+    }
+    for reason, wrapped in wrappers.items():
+        assert reason in refusal(fingerprint, wrapped)
+        assert reason in refusal(kvcat.trace, wrapped, ids, 30)
+        assert reason in refusal(cache.inputs, wrapped, ids[:, 30:])
+    model.compile(backend="eager")
+    assert fingerprint(model) == cache.fingerprint
+
+
+def test_a_model_without_numbers_is_rejected(tmp_path):
+    model = loud_model("llama")
+    kvcat.trace(model, torch.arange(20)[None], 10).dense_cache().save(tmp_path / "c")
+    model.model.layers[1].to("meta")
+    assert "model.layers.1.self_attn.q_proj.weight is on the meta device" in refusal(
+        CompactCache.load, tmp_path / "c", model
+    )
+
+
 def test_a_file_may_hold_a_fingerprint_of_either_scheme(tmp_path):
     layer = CompactLayer(torch.ones(1, 1, 2, 4), torch.ones(1, 1, 2, 4))
     for text in ("ab" * 32, "2:" + "ab" * 32):

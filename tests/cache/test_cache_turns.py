@@ -226,3 +226,14 @@ def test_stock_attention_serves_slots_without_log_bias_in_equal_heads(model):
         before = model(**cache.inputs(model, FIRST)).logits
         model.set_attn_implementation("sdpa")
         torch.testing.assert_close(model(**inputs).logits, before, rtol=0, atol=1e-10)
+
+
+def test_activation_checkpointing_that_would_drop_the_cache_is_rejected(model, cache):
+    with torch.no_grad():
+        expected = model(**cache.inputs(model, FIRST)).logits
+        for layer in model.model.layers:  # as gradient_checkpointing_enable does
+            layer.gradient_checkpointing = True
+        assert torch.equal(model(**cache.inputs(model, FIRST)).logits, expected)
+        model.train()
+        assert "would drop the compact cache" in refusal(model, **cache.inputs(model, FIRST))
+        assert torch.equal(kvcat.replay(model, cache, FIRST), expected)

@@ -289,10 +289,18 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Reject a ``PeftModel``: its layers are not where a transformers model has them."""
+    """Reject a wrapper such as a ``PeftModel``: its layers are not where a transformers model has
+    them, and its weights have other names.
+    """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         remedy = "give its get_base_model(), in which adapters stay"
-        raise InputError(f"{type(model).__name__} wraps a model: {remedy}")
+    elif hasattr(model, "_orig_mod"):  # of torch.compile
+        remedy = "give the model itself, which model.compile() compiles in place"
+    elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+        remedy = "give its module"
+    else:
+        return
+    raise InputError(f"{type(model).__name__} wraps a model: {remedy}")
 
 
 def _reach(mask: Tensor | None) -> Bool[Tensor, "rows queries keys"] | None:

@@ -21,6 +21,7 @@ from transformers import PreTrainedConfig
 
 from kvcat.attention import check_not_wrapped
 from kvcat.cache.adapters import Tensors, tensors_of
+from kvcat.errors import InputError
 from kvcat.types import Tensor
 
 SCHEME = "2:"
@@ -87,9 +88,11 @@ def fingerprint(model: nn.Module) -> str:
     The hash of the tensors is kept until one of them is replaced or written to. Autograd does not
     notice a write through ``.data``. Such a write is noticed here if it changes one of 16 numbers
     spread over the tensor.
+
+    Raises:
+        InputError: a wrapper of a model, or weights on the meta device.
     """
-    check_not_wrapped(model)
-    tensors = tensors_of(model)
+    tensors = _tensors_with_data(model)
     stored: dict[str, Tensor] = {}
     computed: dict[str, Tensor] = {}
     for name, tensor in tensors.base.items():
@@ -115,8 +118,7 @@ def first_fingerprint(model: nn.Module) -> str:
 
     It is empty for a model with active adapters, because that scheme confused different ones.
     """
-    check_not_wrapped(model)
-    tensors = tensors_of(model)
+    tensors = _tensors_with_data(model)
     if tensors.settings:
         return ""
     digest = hashlib.sha256(type(model).__name__.encode())
@@ -131,6 +133,19 @@ def first_fingerprint(model: nn.Module) -> str:
     for name in sorted(set(tensors.base) - buffers):
         hash_tensor(digest, name, tensors.base[name])
     return digest.hexdigest()
+
+
+def _tensors_with_data(model: nn.Module) -> Tensors:
+    """``tensors_of`` a model that is no wrapper, all of whose tensors hold numbers."""
+    check_not_wrapped(model)
+    tensors = tensors_of(model)
+    for name, tensor in tensors.base.items():
+        if tensor.is_meta:
+            raise InputError(
+                f"{type(model).__name__}: {name} is on the meta device and holds no numbers: load "
+                "the model without offloading"
+            )
+    return tensors
 
 
 def fingerprint_like(recorded: str, model: nn.Module) -> str:

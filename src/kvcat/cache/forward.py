@@ -129,6 +129,7 @@ def _before(
     ids = args[0] if args else kwargs.get("input_ids")
     new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
     num_new = new_inputs.shape[1]
+    _check_checkpointing(module)
     _check_attention(module, past)
     for layer in past.layers:
         if isinstance(layer, RecurrentState):
@@ -168,6 +169,18 @@ def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any)
         held = past.held
         past.held = None
         held.__exit__(None, None, None)
+
+
+def _check_checkpointing(module: nn.Module) -> None:
+    """Raise ``InputError`` for activation checkpointing, under which transformers' layers drop the
+    cache.
+    """
+    for submodule in module.modules():
+        if submodule.training and getattr(submodule, "gradient_checkpointing", False):
+            raise InputError(
+                "activation checkpointing of a model in training mode would drop the compact "
+                "cache: call model.eval()"
+            )
 
 
 def _check_attention(module: Any, past: PrefixCache) -> None:
