@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcat as kvcat_library
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, LayerState
 from kvcat.cli.app import run
 from kvcat.data import prepare
 from kvcat.models import load
@@ -302,6 +302,18 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
         )
     assert load(tmp_path / "wide")[0].config.head_dim == 12
     assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
+
+
+def test_info_compares_with_a_dense_cache_that_has_values_of_other_width_and_whole_states(
+    tmp_path, capsys
+):
+    window = LayerState({"keys": torch.ones(1, 2, 4, 8), "values": torch.ones(1, 2, 4, 6)})
+    slots = CompactLayer(torch.ones(1, 2, 20, 8), torch.ones(1, 2, 20, 6))
+    cache = CompactCache([slots], 20, "c" * 64, {"method": "dense"}, {1: window})
+    cache.save(tmp_path / "c")
+    assert kvcat("info", tmp_path / "c") == 0
+    num_bytes = (20 + 4) * 2 * (8 + 6) * 4
+    assert f"{num_bytes:,}, 100.0 % of the {num_bytes:,} of the" in capsys.readouterr().out
 
 
 def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one_line(

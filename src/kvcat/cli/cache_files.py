@@ -257,12 +257,14 @@ def _shown(value: str) -> str:
 
 def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     """What ``kvcat info`` shows about a cache, by name."""
-    keys = cache.layers[0].head(0, 0)[0]
+    keys, values, _ = cache.layers[0].head(0, 0)
     item_size = keys.itemsize if cache.bits is None else 2
     num_tokens = cache.num_tokens
     counts = [layer.counts for layer in cache.layers]  # slots per head, (batch, kv_heads) per layer
     num_heads = sum(layer_counts.numel() for layer_counts in counts)
-    dense_bytes = 2 * num_heads * num_tokens * keys.shape[-1] * item_size
+    num_channels = keys.shape[-1] + values.shape[-1]
+    dense_bytes = num_heads * num_tokens * num_channels * item_size
+    dense_bytes += sum(state.nbytes for state in cache.states.values())
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
