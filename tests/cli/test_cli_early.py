@@ -70,6 +70,12 @@ MISTAKES = [
     ),
     (["info", "none.safetensors"], "no cache file none.safetensors"),
     (
+        ["generate", "kvcat-base", "--cache", "TEXT", "--prompt", "x", "--top-p", "0.9"],
+        "--top-p needs a --temperature above 0",
+    ),
+    (["chat", "kvcat-base", "--cache", "TEXT", "--top-p", "0.9"], "--top-p needs a --temperature"),
+    (["chat", "kvcat-base", "--cache", "TEXT", "--temperature", "-1"], "--temperature is -1"),
+    (
         ["eval", "needle", "kvcat-base", "--out", "OUT", "--method", "magic"],
         "no compressor 'magic'",
     ),

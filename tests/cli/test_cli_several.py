@@ -71,4 +71,7 @@ def test_mistakes_with_several_caches_are_one_line(files, tiny_folder, mistake):
     words = ("generate", tiny_folder, "--cache", *files, "--prompt", "a")
     assert "must be in [0, 16]" in mistake(*words, "--seam-tokens", 17)
     assert "single cache" in mistake(*words, "--packed")
+    one = ("--cache", files[0], "--seam-tokens", 4)
+    for command in (("generate", tiny_folder, "--prompt", "a"), ("pack", tiny_folder, "-o", "x")):
+        assert "one has no seam" in mistake(*command, *one)
     assert "no cache file" in mistake("info", files[0], "gone")

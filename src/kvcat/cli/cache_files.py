@@ -37,6 +37,8 @@ def check_caches(
         early.check_file(file, "cache file")
     if not 0 <= seam_tokens <= NUM_FIRST:
         raise InputError(f"--seam-tokens is {seam_tokens}; it must be in [0, {NUM_FIRST}]")
+    if seam_tokens != SEAM_TOKENS and len(files) < 2:
+        raise InputError("--seam-tokens is for several cache files: one has no seam")
     return files
 
 

@@ -52,3 +52,11 @@ def check_file(file: Path, what: str) -> None:
     """Reject a file to read that does not exist."""
     if not file.is_file():
         raise InputError(f"no {what} {file}")
+
+
+def check_sampling(temperature: float, top_p: float) -> None:
+    """Reject a temperature out of its range, and ``--top-p`` without a temperature."""
+    if temperature != 0 and not 1e-3 <= temperature <= 1e3:
+        raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
+    if temperature == 0 and top_p != 1:
+        raise InputError("--top-p needs a --temperature above 0: without one, nothing is sampled")

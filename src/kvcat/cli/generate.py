@@ -59,8 +59,7 @@ def generate(
         raise InputError("no prompt: give --prompt TEXT, once or several times")
     for text in prompts:
         check_text(text, "--prompt")
-    if temperature != 0 and not 1e-3 <= temperature <= 1e3:
-        raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
+    early.check_sampling(temperature, top_p)
     files = check_caches(cache, seam_tokens=seam_tokens, store=store, id=id)
     if packed and len(files) > 1:
         raise InputError("--packed is for a single cache: composed caches are unpacked")

@@ -139,6 +139,7 @@ def chat(
         stop: Text at which an answer ends, without it; may be given several times.
         dtype: Data type of the weights; by default that of the cache.
     """
+    early.check_sampling(temperature, top_p)
     files = check_caches(() if cache is None else ((cache,),), store=store, id=id)
     early.check_device(device)
     early.check_model(model)
