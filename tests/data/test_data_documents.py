@@ -64,6 +64,15 @@ def test_rows_of_a_table_are_documents_named_by_their_id_or_their_place_as_datas
     assert [name for name, _ in pairs(parquet)] == [str(i) for i in range(602)]
 
 
+def test_a_row_whose_id_is_0_has_that_name_and_one_with_an_empty_id_has_none(tmp_path):
+    jsonl = tmp_path / "a.jsonl"
+    rows = [{"text": "zero", "id": 0}, {"text": "one", "id": 1}, {"text": "two", "id": ""}]
+    jsonl.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    write_parquet(tmp_path / "b.parquet", text=["zero", "one"], id=[0, 1])
+    assert pairs(jsonl) == [("0", "zero"), ("1", "one"), ("a.jsonl#2", "two")]
+    assert pairs(tmp_path / "b.parquet") == [("0", "zero"), ("1", "one")]
+
+
 def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "z.txt").write_text("z")

@@ -300,7 +300,9 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
         kind = type(text).__name__
         raise InputError(f"column {file.text_field!r} of {file.url} holds {kind}, not text")
     text = text.removeprefix("\ufeff")  # a byte order mark is no part of the text
-    name = str(columns.get(file.id_field) or f"{file.name}#{row}")
+    recorded_id = columns.get(file.id_field)
+    has_id = recorded_id not in (None, "")  # 0 is an id
+    name = str(recorded_id) if has_id else f"{file.name}#{row}"
     document = Document(repaired(name), repaired(text))
     if is_damaged or document.text != text:
         _report_damage(where, file.url)
