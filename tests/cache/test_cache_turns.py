@@ -237,3 +237,11 @@ def test_activation_checkpointing_that_would_drop_the_cache_is_rejected(model, c
         model.train()
         assert "would drop the compact cache" in refusal(model, **cache.inputs(model, FIRST))
         assert torch.equal(kvcat.replay(model, cache, FIRST), expected)
+
+
+def test_a_mask_of_another_shape_than_the_question_is_rejected(model, cache):
+    rows = FIRST.expand(2, -1)
+    for shape in ((1, 5), (2, 4), (2, LENGTH + 5), (2, 5, 1)):
+        assert f"attention_mask has shape {shape}, input_ids (2, 5)" in refusal(
+            cache.inputs, model, rows, torch.ones(shape, dtype=torch.long)
+        )

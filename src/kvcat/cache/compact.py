@@ -275,9 +275,10 @@ class CompactCache:
                 head at a time; else it is unpacked once, here.
 
         Raises:
-            InputError: another model, no tokens, a token without an embedding, tokens that begin
-                with the document, padding where layers have a state, a batch that does not fit, or
-                a text that needs other rotary factors than the cache has.
+            InputError: another model, no tokens, a token without an embedding, a mask of another
+                shape, tokens that begin with the document, padding where layers have a state, a
+                batch that does not fit, or a text that needs other rotary factors than the cache
+                has.
         """
         self.check_tokens(model, input_ids, any_length=any_length)
         if any(self._same_documents(input_ids[:, : self.num_tokens]) or []):
@@ -287,6 +288,11 @@ class CompactCache:
             )
         if attention_mask is None:
             attention_mask = torch.ones_like(input_ids)
+        elif attention_mask.shape != input_ids.shape:
+            raise InputError(
+                f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids "
+                f"{tuple(input_ids.shape)}: give a mask of the tokens after the prefix alone"
+            )
         elif self.states:
             check_no_padding(attention_mask)
         new_mask = attention_mask.to(input_ids)
