@@ -127,6 +127,9 @@ def test_appended_tokens_continue_as_the_dense_model_does(double):
     assert longer.num_tokens == FIRST + SECOND + 3
     assert longer.metadata["appended"] == str(SECOND + 3)
     assert "document" not in longer.metadata
+    assert float(longer.metadata["keep_ratio"]) == pytest.approx(
+        longer.mean_slots / longer.num_tokens, abs=1e-6
+    )
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 

@@ -242,6 +242,16 @@ def test_a_long_answer_is_compacted_on_the_way_and_streamed_once(make):
     assert heard.num_ends == 1
 
 
+def test_the_cache_of_a_session_names_its_own_keep_ratio(make):
+    session = make()
+    for tokens in (TOKENS[:20], TOKENS):
+        session.append(tokens)
+        cache = session.cache
+        assert float(cache.metadata["keep_ratio"]) == pytest.approx(
+            cache.mean_slots / cache.num_tokens, abs=1e-6
+        )
+
+
 def test_settings_that_a_session_cannot_follow_are_rejected_before_the_prompt(make):
     session = make()
     session.append(TOKENS[:20])

@@ -216,7 +216,6 @@ def compact_cache(
     facts = {
         "method": method,
         **slot_facts(cache),
-        "keep_ratio": f"{cache.mean_slots / trace.prefix_len:.6g}",
         **options,
         "model": model_name(trace.model),
         "architecture": type(trace.model).__name__,

@@ -298,7 +298,6 @@ def _metadata(
     for key in ("method", "supervision"):
         metadata[key] = " + ".join(dict.fromkeys(_fact(cache, key) for cache in caches))
     metadata |= slot_facts(composed)
-    metadata["keep_ratio"] = f"{composed.mean_slots / composed.num_tokens:.6g}"
     later = list(parsed_ranges(first.get("protected_later", "")))
     start = caches[0].num_tokens
     for cache in caches[1:]:

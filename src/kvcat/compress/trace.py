@@ -31,7 +31,11 @@ Range = tuple[int, int]
 
 def slot_facts(cache: CompactCache) -> dict[str, str]:
     """Metadata about the size of a cache, as in ``CompactCache``."""
-    return {"num_slots": str(cache.num_slots), "mean_slots": f"{cache.mean_slots:.6g}"}
+    return {
+        "num_slots": str(cache.num_slots),
+        "mean_slots": f"{cache.mean_slots:.6g}",
+        "keep_ratio": f"{cache.mean_slots / cache.num_tokens:.6g}",
+    }
 
 
 @dataclass(frozen=True)

@@ -149,8 +149,6 @@ class CorpusCompressor:
                 "id": encoded.document.id,
                 CHECKSUM_ENTRY: encoded.document.checksum,
             }
-            if "keep_ratio" in facts:
-                facts["keep_ratio"] = f"{cache.mean_slots / trace.prefix_len:.6g}"
             yield replace(cache, metadata=facts), kls[index]
 
     def _compress(self, trace: Trace) -> CompactCache:
