@@ -259,9 +259,9 @@ def test_settings_that_a_session_cannot_follow_are_rejected_before_the_prompt(ma
         said = refusal(session.generate_ids, TOKENS[:5], **{name: 2})
         assert f"a session has no {name}" in said
         assert "temperature" in said
-    for misspelt in ("temprature", "max_tokens"):
-        said = refusal(session.chat, "the cat", **{misspelt: 1})
-        assert f"no generation setting {misspelt!r}" in said
+    for unknown in ("temp", "max_tokens"):
+        said = refusal(session.chat, "the cat", **{unknown: 1})
+        assert f"no generation setting {unknown!r}" in said
     assert session.num_tokens == 20
 
 
