@@ -11,7 +11,7 @@ from kvcat.cache.codes import (
     most_bytes_per_slot,
     round_values,
 )
-from kvcat.cache.compact import CompactCache
+from kvcat.cache.compact import CompactCache, slot_facts
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
@@ -73,5 +73,6 @@ __all__ = [
     "rope_border",
     "rope_factors",
     "round_values",
+    "slot_facts",
     "state_layers",
 ]  # fmt: skip

@@ -158,8 +158,11 @@ class CompactCache:
         """The cache of the given examples."""
         layers = [layer.select(rows) for layer in self.layers]
         states = {number: state.select(rows) for number, state in self.states.items()}
+        selected = replace(self, layers=layers, states=states)
         metadata = of_rows(self.metadata, rows, self.batch_size)
-        return replace(self, layers=layers, metadata=metadata, states=states)
+        if "num_slots" in metadata:
+            metadata |= slot_facts(selected)
+        return replace(selected, metadata=metadata)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -487,3 +490,12 @@ def _state_layer(
     if window is not None:
         return WindowState(state, num_tokens, window=window, read_only=read_only)
     return RecurrentState(state, read_only=read_only)
+
+
+def slot_facts(cache: CompactCache) -> dict[str, str]:
+    """Metadata about the size of a cache, as in ``CompactCache``."""
+    return {
+        "num_slots": str(cache.num_slots),
+        "mean_slots": f"{cache.mean_slots:.6g}",
+        "keep_ratio": f"{cache.mean_slots / cache.num_tokens:.6g}",
+    }

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcat.attention.mass import attention_mass
-from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer
+from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer, slot_facts
 from kvcat.compress.protection import (
     behind_protected,
     check_protected,
@@ -20,7 +20,7 @@ from kvcat.compress.protection import (
     protected_layer,
     protecting,
 )
-from kvcat.compress.trace import Range, Trace, slot_facts
+from kvcat.compress.trace import Range, Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor

@@ -18,10 +18,11 @@ from kvcat.cache import (
     count_before,
     parse_first_ids,
     positions_by_head,
+    slot_facts,
 )
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.refit import refit_slots
-from kvcat.compress.trace import Trace, parsed_ranges, range_text, slot_facts
+from kvcat.compress.trace import Trace, parsed_ranges, range_text
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation

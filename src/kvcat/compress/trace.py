@@ -17,6 +17,7 @@ from kvcat.cache import (
     LayerState,
     document_digest,
     first_ids,
+    slot_facts,
 )
 from kvcat.choices import Supervision
 from kvcat.compress.rows import Rows
@@ -27,15 +28,6 @@ from kvcat.types import Float, Int, Tensor
 SAMPLED_POSITIONS = 4096
 Range = tuple[int, int]
 """The first position and the position after the last one."""
-
-
-def slot_facts(cache: CompactCache) -> dict[str, str]:
-    """Metadata about the size of a cache, as in ``CompactCache``."""
-    return {
-        "num_slots": str(cache.num_slots),
-        "mean_slots": f"{cache.mean_slots:.6g}",
-        "keep_ratio": f"{cache.mean_slots / cache.num_tokens:.6g}",
-    }
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache, document_digest, fingerprint
+from kvcat.cache import CompactCache, document_digest, fingerprint, slot_facts
 from kvcat.compress import (
     Reconstruction,
     Trace,
@@ -16,7 +16,6 @@ from kvcat.compress import (
     supervised_kl,
 )
 from kvcat.compress.documents import sequence_trace
-from kvcat.compress.trace import slot_facts
 from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import CorpusDocument

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, document_digest
-from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges, slot_facts
+from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, document_digest, slot_facts
+from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges
 from kvcat.compress.tracing import joined_log_bias
 from kvcat.models import capture, frozen
 from kvcat.types import Float, Int, Tensor
