@@ -255,6 +255,9 @@ class Session:
     def turn(self, text: str, *, role: str = "user", protect: bool = False) -> None:
         """Append one turn in the tokenizer's chat template; no answer is generated.
 
+        The template knows turns alone: what ``append`` and ``generate`` added is no part of the
+        conversation that it writes.
+
         Args:
             text: of the turn.
             role: "user", "system" or "assistant".
