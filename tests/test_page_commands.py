@@ -26,6 +26,8 @@ PLUGINS = ("price-list", "strided,stride=2")
 FOREIGN_OPTIONS = {
     "--hf-overrides",
     "--kv-cache-dtype",
+    "--gpu-memory-utilization",
+    "--enforce-eager",
     "--block-size",
     "--no-deps",
     "--cache-type-k",
