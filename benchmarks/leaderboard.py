@@ -283,7 +283,8 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
         )
         for label in labels
     ]
-    data = " ".join(f"{source.partition('=')[0]}=..." for source in options.data)
+    sources = " ".join(f"{source.partition('=')[0]}=..." for source in options.data)
+    data = textwrap.wrap(f"--data {sources}", 90, break_on_hyphens=False)
     documents = " ".join(map(str, options.documents))
     tools = f" --tools {options.tools[0]} {options.tools[1]}" if options.tools else ""
     about = (
@@ -301,7 +302,7 @@ def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
             "",
             "```sh",
             f"python benchmarks/leaderboard.py --model {' '.join(labels)} \\",
-            f"  --data {data} \\",
+            *(f"  {line} \\" for line in data),
             f"  --half {options.half} --windows {options.windows} "
             f"--per-document {options.per_document} --documents {documents}{tools} \\",
             "  --out OUT --page docs/leaderboard.md --plot docs/quality.png",

@@ -113,26 +113,33 @@ def compared(
         control: name of the reference; empty: the control after as many steps.
         text: one of ``TEXTS``.
         seeds: training seeds; empty: all that both models have.
-        evaluated: date of the code that evaluated.
+        evaluated: date of the code that evaluated; or several, joined by +, of which each run has
+            one.
 
     Raises:
-        SystemExit: one of the models has no records of this text and these seeds.
+        SystemExit: one of the models has no records of this text and these seeds, or a run has
+            several of these dates.
     """
     control = control or control_of(model)
-    rows = rows[rows["text"].isin(TEXTS[text]) & (rows["evaluated"] == evaluated)]
-    rows = rows.assign(text=text)
-    shared = set(rows.loc[rows["model"] == model, "seed"])
-    shared &= set(rows.loc[rows["model"] == control, "seed"])
+    days = evaluated.split("+")
+    rows = rows[rows["text"].isin(TEXTS[text]) & rows["evaluated"].isin(days)].assign(text=text)
+    names = ", ".join(sorted(set(rows["model"])))
+    # a run and its control were judged on the same day
+    runs = rows["evaluated"] + " " + rows["seed"]
+    judged = set(runs[rows["model"] == model]) & set(runs[rows["model"] == control])
+    rows = rows[runs.isin(judged)]
+    shared = {run.partition(" ")[2] for run in judged}
+    if len(shared) < len(judged):
+        raise SystemExit(f"a run of {model} was judged on several days of {evaluated}: name one")
     chosen = sorted(shared & set(seeds) if seeds else shared)
     if not chosen:
-        names = ", ".join(sorted(set(rows["model"])))
         raise SystemExit(
             f"no records of {model} and {control} on {text}, evaluated {evaluated}; there are "
             f"{names}"
         )
     rows = rows[rows["model"].isin([model, control]) & rows["seed"].isin(chosen)]
-    runs = rows["model"] + "@" + rows["seed"]
-    num_runs = runs.groupby([rows["method"], rows["keep_ratio"]]).transform("nunique")
+    labels = rows["model"] + "@" + rows["seed"]
+    num_runs = labels.groupby([rows["method"], rows["keep_ratio"]]).transform("nunique")
     rows = rows[num_runs == 2 * len(chosen)]  # what every run was judged by
     cells = compare_models(_cell_records(rows), control, primary=PRIMARY)
     place = rows[["method", "keep_ratio"]].iloc[0]

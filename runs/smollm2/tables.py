@@ -7,7 +7,8 @@
 A table's name is ``summary``, ``controls``, ``price-shares``, ``exact`` or
 [DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT and MODEL as in ``records.py``, and DATE that of the
 code that evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its
-control both have. Pages mark the place of a table by its name.
+control both have; runs of several dates are joined by a plus sign (2026-11-26+2026-11-27). Pages
+mark the place of a table by its name.
 """
 
 import argparse
@@ -41,7 +42,7 @@ BLOCK = re.compile(
     r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
 )
 NAME = re.compile(
-    r"((?P<date>\d{4}-\d\d-\d\d)/)?(?P<text>[a-z-]+)/(?P<model>[^@:]+)"
+    r"((?P<date>\d{4}-\d\d-\d\d(\+\d{4}-\d\d-\d\d)*)/)?(?P<text>[a-z-]+)/(?P<model>[^@:]+)"
     r"(@(?P<seed>[^:]+))?(:(?P<control>.+))?"
 )
 SUMMARY = {  # what was trained, by the name of its comparison
@@ -87,7 +88,7 @@ def all_rows() -> pd.DataFrame:
 
 @lru_cache
 def comparison_of(name: str) -> Comparison:
-    """The comparison called [DATE/]TEXT/MODEL[@SEED][:CONTROL]."""
+    """The comparison called [DATE[+DATE...]/]TEXT/MODEL[@SEED][:CONTROL]."""
     match = NAME.fullmatch(name)
     if match is None or match["text"] not in TEXTS:
         raise SystemExit(f"no table {name!r}; see --help")
