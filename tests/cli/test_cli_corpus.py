@@ -118,6 +118,16 @@ def read_until(terminal, wanted, seconds=120):
     return shown
 
 
+def interrupted(command, terminal):
+    """What a terminal shows from Ctrl-C to the next prompt."""
+    for _ in range(10):
+        # a signal between the prompt and Python's read of the line is seen with the next one
+        command.send_signal(signal.SIGINT)
+        if select.select([terminal], [], [], 3)[0]:
+            break
+    return read_until(terminal, "\r\n> ")
+
+
 @pytest.mark.slow
 def test_chat_in_a_terminal_streams_stops_at_ctrl_c_and_ends_at_ctrl_d(tiny_folder, store):
     pty = pytest.importorskip("pty", reason="this system has no pseudo-terminals")
@@ -138,17 +148,11 @@ def test_chat_in_a_terminal_streams_stops_at_ctrl_c_and_ends_at_ctrl_d(tiny_fold
         os.write(terminal, b"the dog\n")
         if read_until(terminal, "the dog\r\n").endswith("the dog\r\n"):
             os.read(terminal, 1)  # the answer has begun
-        command.send_signal(signal.SIGINT)  # Ctrl-C
-        is_stopped = "stopped: this question" in read_until(terminal, "\r\n> ")
+        is_stopped = "stopped: this question" in interrupted(command, terminal)
         if is_stopped:
             break
     assert is_stopped
-    for _ in range(10):  # at the prompt, where it drops the line
-        # a signal between the prompt and Python's read of the line is seen with the next one
-        command.send_signal(signal.SIGINT)
-        if select.select([terminal], [], [], 3)[0]:
-            break
-    read_until(terminal, "\r\n> ")
+    interrupted(command, terminal)  # at the prompt, where it drops the line
     os.write(terminal, b"\x04")  # Ctrl-D
     assert command.wait(60) == 0
     os.close(terminal)
