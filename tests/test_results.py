@@ -199,6 +199,22 @@ def test_a_cell_that_one_of_two_runs_lacks_is_left_out(scripts):
     assert set(comparison.cells["keep_ratio"]) == {0.1}
 
 
+def test_runs_of_several_days_are_joined_each_next_to_its_control_of_the_same_day(scripts):
+    compared = scripts["records"].compared
+    rows = made_up_rows()
+    rows = rows[rows["seed"] == "0"]
+    later = rows.assign(evaluated="2026-11-26", seed="1")
+    # the first run's control was judged again, with other values
+    again = rows[rows["model"] == "control-8"].assign(evaluated="2026-11-26", kl=100.0)
+    days = "2026-11-25+2026-11-26"
+    comparison = compared(pd.concat([rows, later, again]), "rand-8", evaluated=days)
+    assert comparison.seeds == ("0", "1")
+    assert comparison.row("kl", "h2o", 0.1)["ratio"] == pytest.approx(0.5)
+    both = pd.concat([rows, rows.assign(evaluated="2026-11-26")])
+    with pytest.raises(SystemExit, match="judged on several days"):
+        compared(both, "rand-8", evaluated=days)
+
+
 def test_unknown_tables_and_models_are_rejected_in_one_line(scripts):
     for name in ("nothing", "music/router-256", "books/nothing-8", "2026-01-01/books/router-256"):
         with pytest.raises(SystemExit, match=r"no (table|records)"):

@@ -39,7 +39,7 @@ Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="(required)")]
 """``Several[T]``: positional arguments, at least one of which is needed."""
 Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
-Fraction = Annotated[float, _number(float, "FRACTION", lambda value: 0 < value <= 1)]
+Fraction = Annotated[float, _number(float, "0<FRACTION<=1", lambda value: 0 < value <= 1)]
 Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
 Megabytes = Annotated[float, _number(float, "MB>0", lambda value: 0 < value < 1e12)]
 Protect = Literal["system"]

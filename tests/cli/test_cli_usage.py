@@ -87,12 +87,12 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
         (
             "eval suffix m --keep 0.1 x --out o",
-            "--keep takes [FRACTION [FRACTION ...]] (above 0, at most 1), not 0.1 x "
+            "--keep takes [0<FRACTION<=1 [0<FRACTION<=1 ...]], not 0.1 x "
             "(see kvcat eval suffix --help)",
         ),
         (
             "compress m --text t.txt -o c --keep 20",
-            "--keep takes FRACTION (above 0, at most 1), not 20",
+            "--keep takes 0<FRACTION<=1, not 20",
         ),
         ("eval suffix m --out o --windows 0", "--windows takes INT>=1, not 0"),
         (

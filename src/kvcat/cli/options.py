@@ -192,8 +192,6 @@ def _mistake(event: events.ParseErrorEvent) -> str:
         return reason
     quoted = re.findall(r"'([^']*)'", reason.partition("\n")[0])  # the rejected words
     allowed = f"{flag} takes {argument.lowered.metavar}"
-    if "FRACTION" in allowed:  # a person may have meant per cent
-        allowed += " (above 0, at most 1)"
     return f"{allowed}, not {' '.join(quoted)}" if quoted else allowed
 
 

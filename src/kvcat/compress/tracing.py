@@ -62,10 +62,10 @@ def trace(
         chunk_tokens: largest number of tokens per example that run at once (``capture``).
 
     Raises:
-        InputError: the lengths are not valid; the model is in a wrapper, has weights without
-            data, has too few positions, or no layer that
-            can be compressed (all have sliding windows shorter than the sequence, or recurrent
-            states); ``past`` is a cache of another prefix or model; or the room is negative.
+        InputError: the lengths are not valid; the model is in a wrapper, has weights without data,
+            has too few positions, or no layer that can be compressed (all have sliding windows
+            shorter than the sequence, or recurrent states); ``past`` is a cache of another prefix
+            or model; or the room is negative.
     """
     check_not_wrapped(model)
     check_least(0, room=0 if room is None else room)

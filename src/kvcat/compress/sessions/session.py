@@ -284,7 +284,7 @@ class Session:
         check_settings(settings)
         with self._restored_after_failure():
             self._append_turn("user", text, protect=False, is_answered=True)
-            ids = self.generate_ids(max_new_tokens=max_new_tokens, streamer=streamer, **settings)
+            ids = self._answer(max_new_tokens, streamer, settings)
         is_ended = int(ids[-1]) in end_tokens(self.model)
         answer = self._decoded(ids[:-1] if is_ended else ids)
         end = self._decoded(ids[-1:]) if is_ended else ""
