@@ -10,9 +10,22 @@ import torch
 from jaxtyping import Bool, Float, Int, UInt8
 from torch import Tensor
 
-__all__ = ["Bool", "Float", "Int", "Tensor", "UInt8", "at_least_float32"]
+from kvcat.errors import InputError
+
+__all__ = ["Bool", "Float", "Int", "Tensor", "UInt8", "at_least_float32", "check_no_autocast"]
 
 
 def at_least_float32(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
     """The tensor in float32, or in float64 if it has that type."""
     return states.to(torch.promote_types(states.dtype, torch.float32))
+
+
+def check_no_autocast(device: torch.device) -> None:
+    """Raise an ``InputError`` inside ``torch.autocast``, which rounds what is measured and solved
+    in float32.
+    """
+    if torch.is_autocast_enabled(device.type):
+        raise InputError(
+            "torch.autocast is on, which rounds keys, queries and fits: leave it, and load the "
+            "model in bfloat16 if it shall compute in that type"
+        )

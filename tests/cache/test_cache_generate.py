@@ -15,7 +15,7 @@ from kvcat.cache import (
     fingerprint,
 )
 from kvcat.errors import InputError
-from tiny import loud_model
+from tiny import loud_model, refusal
 
 MODELS = {"granite": {"attention_multiplier": 0.6}, "mistral": {"sliding_window": 24}}
 PREFIX = 20
@@ -254,6 +254,16 @@ def test_chosen_examples_of_a_batch_record_their_own_size():
         assert chosen.metadata["num_slots"] == str(-int(-slots // 1))
         assert float(chosen.metadata["keep_ratio"]) == pytest.approx(slots / PREFIX, rel=1e-5)
     assert "num_slots" not in made(tiny()).select([0]).metadata
+
+
+def test_examples_that_a_batch_does_not_have_are_rejected():
+    cache = made(tiny())
+    for rows in ([2], [0, -3], torch.tensor([7]), [0.5], [True, False]):
+        assert "none of the examples 0 to 1" in refusal(cache.select, rows)
+    for rows in ([], slice(2, None), torch.tensor([], dtype=torch.long)):
+        assert "no example is chosen" in refusal(cache.select, rows)
+    last = cache.select(torch.tensor(1))
+    torch.testing.assert_close(last.layers[0].tensors(), cache.select([-1]).layers[0].tensors())
 
 
 def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():

@@ -203,7 +203,7 @@ def test_a_later_document_that_protects_a_passage_composes_as_one_that_does_not(
     assert "protected slots" in refusal(composed.quantize, 8)
     longer = torch.cat([tokens(20, 1, rows=1), tokens(20, 2, rows=1), ids], dim=1)
     message = refusal(kvcat.trace, model, longer, supervision="self", past=composed)
-    assert "protected slots of a later document" in message
+    assert "protected slots behind others, of a later document" in message
 
 
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():

@@ -95,6 +95,15 @@ def test_the_steps_of_every_example_are_those_of_the_naive_loop_clipped_by_its_n
     assert distance(lean(traced, num_slots=5), cache) < 1e-12
 
 
+def test_inference_mode_changes_nothing(model, windows, traced):
+    method = GradientCompression(num_steps=3, lr=0.05)
+    expected = method(traced, num_slots=6)
+    with torch.inference_mode():
+        assert distance(method(traced, num_slots=6), expected) == 0
+        inside = trace(model, windows, 48)
+        assert distance(method(inside, num_slots=6), expected) == 0
+
+
 def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
     seen = {}
     losses = {}

@@ -252,6 +252,21 @@ def test_the_cache_of_a_session_names_its_own_keep_ratio(make):
         )
 
 
+def test_the_cache_of_a_session_names_its_protected_slots(model, make):
+    session = make(protect=[(2, 5)])
+    session.append(TOKENS[:70])
+    session.append(TOKENS[70:75], protect=True)
+    assert session.num_compactions
+    cache = session.cache
+    assert cache.metadata["protected"] == "2:5"
+    assert cache.metadata["protected_later"] == "70:75"
+    exact = trace(model, TOKENS[:6].unsqueeze(0), 5).keys[0][0, 0, 2:]
+    torch.testing.assert_close(cache.layers[0].head(0, 0)[0][:3], exact, rtol=0, atol=1e-10)
+    assert "protected slots, which few bits would round" in refusal(cache.quantize, 8)
+    tokens = TOKENS[:90].unsqueeze(0)
+    assert "a session's last tokens" in refusal(trace, model, tokens, 80, past=cache)
+
+
 def test_settings_that_a_session_cannot_follow_are_rejected_before_the_prompt(make):
     session = make()
     session.append(TOKENS[:20])

@@ -11,13 +11,14 @@ from kvcat.compress import (
     Eviction,
     Reconstruction,
     compare,
+    make_compressor,
     reconstruction,
     replay,
     trace,
 )
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
-from tiny import byte_tokenizer, loud_model
+from tiny import byte_tokenizer, loud_model, refusal
 
 
 def test_a_trace_holds_what_the_model_computes(model, windows, traced):
@@ -156,6 +157,14 @@ def test_traces_that_cannot_be_are_rejected(model, windows):
     model.model.layers[1].self_attn.k_proj.weight.data[0, 0] = torch.inf
     with pytest.raises(InputError, match="LlamaForCausalLM computes numbers that are not finite"):
         trace(model, windows, 48)
+
+
+def test_a_trace_and_a_compression_under_autocast_are_rejected(model, windows, traced):
+    with torch.autocast("cpu", torch.bfloat16):
+        assert "torch.autocast is on" in refusal(trace, model, windows, 48)
+        for method in ("attention-matching", "snapkv", "gradient", "refined"):
+            compressor = make_compressor(method)
+            assert "torch.autocast is on" in refusal(compressor, traced, num_slots=6)
 
 
 def test_what_cannot_be_replayed_or_compared_is_rejected(model, windows, traced):

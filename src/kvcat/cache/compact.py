@@ -22,13 +22,13 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
-from kvcat.cache.first_tokens import first_slots, of_rows, positions_by_head, same_documents
+from kvcat.cache.first_tokens import first_slots, of_examples, positions_by_head, same_documents
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, check_length, rope_border
-from kvcat.cache.slots import CompactLayer, Layer, Rows, rounded_mean
+from kvcat.cache.slots import CompactLayer, Layer, Rows, chosen_examples, rounded_mean
 from kvcat.cache.states import LayerState, RecurrentState, WindowState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 from kvcat.errors import InputError
@@ -155,11 +155,16 @@ class CompactCache:
         ]
 
     def select(self, rows: Rows) -> "CompactCache":
-        """The cache of the given examples."""
-        layers = [layer.select(rows) for layer in self.layers]
-        states = {number: state.select(rows) for number, state in self.states.items()}
+        """The cache of the given examples.
+
+        Raises:
+            InputError: no example, or one that the cache does not have.
+        """
+        chosen = chosen_examples(rows, self.batch_size)
+        layers = [layer.select(chosen) for layer in self.layers]
+        states = {number: state.select(chosen) for number, state in self.states.items()}
         selected = replace(self, layers=layers, states=states)
-        metadata = of_rows(self.metadata, rows, self.batch_size)
+        metadata = of_examples(self.metadata, chosen, self.batch_size)
         if "num_slots" in metadata:
             metadata |= slot_facts(selected)
         return replace(selected, metadata=metadata)

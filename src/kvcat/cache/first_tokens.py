@@ -8,11 +8,10 @@ shows whether other tokens are those of the same document.
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
-from kvcat.cache.slots import Layer, RaggedLayer, Rows, spans
+from kvcat.cache.slots import Layer, RaggedLayer, spans
 from kvcat.choices import NUM_FIRST
 from kvcat.types import Int, Tensor
 
@@ -118,15 +117,16 @@ def count_before(
     return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
 
 
-def of_rows(metadata: dict[str, str], rows: Rows, num_examples: int) -> dict[str, str]:
+def of_examples(
+    metadata: dict[str, str], chosen: Sequence[int], num_examples: int
+) -> dict[str, str]:
     """The metadata of the chosen examples of a batch."""
-    chosen: Any = torch.arange(num_examples)[rows.cpu() if torch.is_tensor(rows) else rows]
     selected = dict(metadata)
     for name in (DOCUMENT, FIRST_IDS, FIRST_SLOTS):
         if name in metadata:
             texts = metadata[name].split(_ROWS)
             if len(texts) == num_examples:
-                selected[name] = _ROWS.join(texts[row] for row in chosen.tolist())
+                selected[name] = _ROWS.join(texts[example] for example in chosen)
             else:  # an earlier version of kvcat: one hash of all documents
                 del selected[name]
     return selected

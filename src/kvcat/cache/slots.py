@@ -4,15 +4,37 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
+from numbers import Integral
 from typing import Any
 
 import torch
 
 from kvcat.attention import Head
+from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
 Rows = Int[Tensor, " rows"] | list[int] | slice
 _COUNTED = ("keys", "values", "log_bias")
+
+
+def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
+    """The numbers of the examples that ``rows`` choose of a batch.
+
+    Raises:
+        InputError: no example, or one that the batch does not have.
+    """
+    chosen: list[Any]
+    if isinstance(rows, slice):
+        chosen = list(range(num_examples))[rows]
+    else:
+        chosen = list(rows.flatten().tolist() if isinstance(rows, torch.Tensor) else rows)
+    for row in chosen:
+        is_number = isinstance(row, Integral) and not isinstance(row, bool)
+        if not is_number or not -num_examples <= int(row) < num_examples:
+            raise InputError(f"{row} is none of the examples 0 to {num_examples - 1}")
+    if not chosen:
+        raise InputError("no example is chosen")
+    return chosen
 
 
 class Slots:

@@ -23,7 +23,7 @@ from kvcat.compress.protection import (
 from kvcat.compress.trace import Range, Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, check_no_autocast
 
 Scores = list[Float[Tensor, "batch _ _"]]
 
@@ -180,8 +180,9 @@ def checked_slots(trace: Trace, keep_ratio: float | int | None, num_slots: int |
     """The number of slots to keep of a trace, as ``slots_for``.
 
     Raises:
-        InputError: as ``slots_for``, or fewer than are protected.
+        InputError: as ``slots_for``, fewer than are protected, or ``torch.autocast`` is on.
     """
+    check_no_autocast(trace.keys[0].device)
     slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
     check_room(trace, slots)
     return slots

@@ -85,7 +85,8 @@ def trace(
     if past is not None:
         if "protected_later" in past.metadata:
             raise InputError(
-                "past has protected slots of a later document, which compression would not keep"
+                "past has protected slots behind others, of a later document or of a session's "
+                "last tokens, which compression would not keep"
             )
         past_len = _check_past(past, model, prefix_len, sequence.input_ids, rope)
         past_layers = [layer.padded() for layer in past.layers]

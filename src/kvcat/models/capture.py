@@ -28,7 +28,7 @@ from kvcat.cache import (
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.errors import InputError, check_least
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, check_no_autocast
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +87,11 @@ def capture(
             this length.
         layers: numbers of the layers whose states are captured; None: all. The lists of the result
             have these layers in this order.
+
+    Raises:
+        InputError: ``torch.autocast`` is on, or an argument is not valid.
     """
+    check_no_autocast(model.device)
     num_tokens = input_ids.shape[1]
     check_least(1, chunk_tokens=chunk_tokens)
     check_token_ids(model, input_ids)

@@ -215,9 +215,11 @@ class SlotTraining:
 
     Every row of the trace has a cache. Heads with fewer slots than the fullest of their layer are
     padded with slots of log-bias -inf, whose gradient is exactly 0. The padding is removed from the
-    result. A cache that starts with every slot is not trained.
+    result. A cache that starts with every slot is not trained. A caller's ``inference_mode`` does
+    not hold here, where gradients are needed.
     """
 
+    @torch.inference_mode(False)
     def __init__(self, method: GradientCompression, trace: Trace, start: Sequence[Layer]):
         self.num_steps = 0
         self.trace = trace
@@ -242,6 +244,7 @@ class SlotTraining:
         ]
         self._is_whole = torch.stack(has_every_slot).all(0).to(trace.hidden.device)
 
+    @torch.inference_mode(False)
     def step(self) -> float:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
         with torch.enable_grad(), frozen(self.trace.model):

@@ -129,7 +129,7 @@ class Session:
             InputError: no token was appended.
         """
         self._check_tokens_exist()
-        return self._state.cache(self._fingerprint)
+        return self._state.cache(self._fingerprint, self.protect)
 
     @property
     def next_logits(self) -> Float[Tensor, " vocab"]:

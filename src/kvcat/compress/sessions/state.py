@@ -8,7 +8,8 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, document_digest, slot_facts
-from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges
+from kvcat.compress.protection import clipped
+from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges, range_text
 from kvcat.compress.tracing import joined_log_bias
 from kvcat.models import capture, frozen
 from kvcat.types import Float, Int, Tensor
@@ -201,8 +202,13 @@ class SessionState:
             past_queries=past_queries,
         )
 
-    def cache(self, fingerprint: str) -> CompactCache:
-        """All tokens as a compact cache: the slots so far, and one slot for every exact token."""
+    def cache(self, fingerprint: str, protect: Sequence[Range]) -> CompactCache:
+        """All tokens as a compact cache: the slots so far, and one slot for every exact token.
+
+        Args:
+            fingerprint: of the model's weights.
+            protect: ranges of tokens whose slots stay exact.
+        """
         past_layers = [] if self.compact is None else [x.padded() for x in self.compact.layers]
         biases = joined_log_bias(past_layers, self.num_exact) or [None] * len(self.keys)
         layers = []
@@ -215,7 +221,9 @@ class SessionState:
             layers.append(CompactLayer(keys, values, bias).without_absent())
         whole = CompactCache(layers, self.num_tokens, fingerprint)
         facts = {} if self.compact is None else dict(self.compact.metadata)
-        # the protected slots of exact tokens are not the first ones
-        facts.pop("protected", None)
+        # the protected slots of the compact cache are the first ones, those of exact tokens are not
+        protected_later = clipped(protect, self.past_len, self.num_tokens)
+        if protected_later:
+            facts["protected_later"] = range_text(protected_later)
         facts |= {"document": document_digest(self.ids.unsqueeze(0)), **slot_facts(whole)}
         return replace(whole, metadata={"method": "dense", **facts})
