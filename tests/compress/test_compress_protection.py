@@ -266,7 +266,10 @@ def test_the_system_turn_is_all_that_the_template_writes_before_the_document():
     assert "'a dog', is not in the document" in refusal(
         protected_ranges, tokenizer, "the cat", passages=["a dog"]
     )
-    assert "is empty" in refusal(protected_ranges, tokenizer, "the cat", passages=[""])
+    for passage in ("", "  ", "\n"):
+        assert "is empty or only white space" in refusal(
+            protected_ranges, tokenizer, "the  \ncat", passages=[passage]
+        )
 
 
 @needs_kvpress

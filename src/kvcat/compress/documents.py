@@ -195,8 +195,9 @@ def protected_ranges(
         chat, allow_special: as in ``document_trace``.
 
     Raises:
-        InputError: a passage that is empty or does not occur in the document; ``system`` without
-            ``chat``, or with a template that writes no system turn; and as ``reconstruction``.
+        InputError: a passage without visible characters, or that does not occur in the document;
+            ``system`` without ``chat``, or with a template that writes no system turn; and as
+            ``reconstruction``.
     """
     if not system and not passages:
         return []
@@ -228,8 +229,8 @@ def protected_ranges(
             raise InputError(f"there is no system turn to protect: {reason}")
         ranges.append((0, range_of(0, 0)[1]))
     for passage in passages:
-        if not passage:
-            raise InputError("a passage to protect is empty")
+        if not passage.strip():
+            raise InputError("a passage to protect is empty or only white space")
         place = text.find(passage)
         if place < 0:
             raise InputError(f"the passage to protect, {passage[:20]!r}, is not in the document")
