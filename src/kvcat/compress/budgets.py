@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
 from kvcat.compress.heads import HeadIndex, Heads
+from kvcat.compress.key_order import KeysByResidual
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
@@ -23,7 +24,10 @@ Curve = dict[int, float]
 
 
 def attention_and_curves(
-    heads: Heads, groups: Iterable[list[HeadIndex]], sizes: Collection[int]
+    heads: Heads,
+    groups: Iterable[list[HeadIndex]],
+    sizes: Collection[int],
+    keys_by: KeysByResidual | None = None,
 ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
     """Every head's attention over the prefix, and its error by number of slots.
 
@@ -33,6 +37,7 @@ def attention_and_curves(
         heads: with the queries to fit to.
         groups: of ``heads.groups_for_scores``.
         sizes: numbers of slots; with none there are no curves.
+        keys_by: how each head's slots are ordered; None: by importance.
     """
     trace = heads.trace
     dense: dict[HeadIndex, DenseAttention] = {}
@@ -41,7 +46,7 @@ def attention_and_curves(
     gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
     for group in groups:
         batch = heads.load(group)
-        attention = dense_attention(batch)
+        attention = dense_attention(batch, keys_by)
         dense.update(zip(group, attention.split(), strict=True))
         if not sizes:
             continue
@@ -58,7 +63,7 @@ def error_curves(
 ) -> list[Curve]:
     """An estimate of the squared error of the attention outputs, per head and number of slots.
 
-    The slots are in the order of their importance, and a size s uses the first s slots. Let P be
+    A size s uses the first s slots of ``dense.order``. Let P be
     the dense attention weights of these slots and O the outputs, both multiplied by the queries'
     weights, and V the slots' values. The estimate is the minimum of |P C - O|^2 + lambda |C - V|^2
     over C. lambda is ``ridge`` times |P|^2 over the whole prefix, and at least as large as single
@@ -77,8 +82,7 @@ def error_curves(
     prefix_len = batch.keys.shape[1]
     num_queries = dense.weights.shape[1]
     sizes = sorted({min(size, prefix_len) for size in sizes})
-    by_importance = dense.importance.sort(dim=-1, descending=True, stable=True).indices
-    slots = by_importance[:, : sizes[-1]]
+    slots = dense.order[:, : sizes[-1]]
     sampled, factors = _draw_queries(batch.num_supervising, num_queries)
     sampled = sampled.to(slots.device)
     factors = factors.to(dense.weights).unsqueeze(-1)
