@@ -1,6 +1,8 @@
 """Training whose two losses do not share one step of the optimizer (runs/price)."""
 
 import importlib.util
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -9,13 +11,13 @@ import torch
 import kvcat
 from kvcat.files import read_jsonl
 
-SCRIPT = Path(__file__).parents[1] / "runs" / "price" / "train.py"
+FOLDER = Path(__file__).parents[1] / "runs" / "price"
 
 
 @pytest.fixture(scope="module")
 def price():
     """The script as a module."""
-    spec = importlib.util.spec_from_file_location("price_training", SCRIPT)
+    spec = importlib.util.spec_from_file_location("price_training", FOLDER / "train.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -56,3 +58,36 @@ def test_with_own_moments_and_no_weight_of_the_mask_the_model_is_the_controls(
         records = read_jsonl(tmp_path / run / "metrics.jsonl")
         checksums.append([each["tokens_crc32"] for each in records if each["kind"] == "train"])
     assert checksums[0] == checksums[1]
+
+
+def test_a_finished_run_is_left_as_it_is_and_other_options_are_rejected_by_name(
+    price, tiny_folder, texts_folder, tmp_path
+):
+    words = ["--model", tiny_folder, "--data", texts_folder, "--num-groups", 1, "--seq-len", 32]
+    words += ["--batch-size", 2, "--output", tmp_path / "run"]
+
+    def train(form="own-moments", steps=1, *mask_options):
+        line = [form, *words, "--max-steps", steps, *mask_options]
+        return price.train(price.parse_arguments([str(word) for word in line]))
+
+    export = train()
+    before = (export / "model.safetensors").stat().st_mtime_ns
+    assert train() == export
+    assert (export / "model.safetensors").stat().st_mtime_ns == before
+    with pytest.raises(kvcat.InputError, match="its form is own-moments"):
+        train("projected")
+    with pytest.raises(kvcat.InputError, match="its max_steps is 1"):
+        train("own-moments", 2)
+    with pytest.raises(kvcat.InputError, match=r"its mask_weight is 1\.0, not 0\.3"):
+        train("own-moments", 1, "--mask-weight", 0.3)
+
+
+def test_the_comparison_names_a_missing_run_before_it_trains(tmp_path):
+    environment = {**os.environ, "PEERS": str(tmp_path / "none"), "OUT": str(tmp_path / "out")}
+    environment["PYTHON"] = "false"  # nothing is trained
+    result = subprocess.run(
+        ["sh", FOLDER / "compare.sh"], env=environment, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"no {tmp_path}/none/control-s1/export: run runs/peers/")
+    assert not (tmp_path / "out").exists()

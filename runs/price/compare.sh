@@ -13,6 +13,14 @@ WINDOWS=${WINDOWS:-24}
 python() { "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
+for seed in $SEEDS; do
+  for trained in control router; do
+    [ -e "$PEERS/$trained-s$seed/export" ] && continue
+    echo "no $PEERS/$trained-s$seed/export: run runs/peers/compare.sh first; PEERS names its folder" >&2
+    exit 2
+  done
+done
+
 models=""
 for seed in $SEEDS; do
   for variant in own-moments own-moments-w0.3 projected; do

@@ -17,6 +17,7 @@ micro-batch; a run that is killed begins anew.
 """
 
 import argparse
+import sys
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,8 @@ from typing import Any
 
 import torch
 
+from kvcat.errors import InputError
+from kvcat.files import read_json, write_json
 from kvcat.losses import chunked_objective
 from kvcat.models import hidden_states
 from kvcat.training.checkpoint import folders
@@ -37,6 +40,7 @@ from kvcat.training.run import Run
 from kvcat.training.run_folder import RunFolder
 
 FORMS = ("own-moments", "projected")
+FORM_FILE = "form.json"
 
 
 class ApartTrainer(Trainer):
@@ -117,11 +121,34 @@ def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:
 
 
 def train(options: argparse.Namespace) -> Path:
-    """The folder of the exported checkpoint, after training or from an earlier run."""
-    export = options.output / "export"
-    if export.exists():
-        return export
-    config = TrainConfig(
+    """The folder of the exported checkpoint, after training or from an earlier run.
+
+    Raises:
+        InputError: the output folder belongs to a run with other options.
+    """
+    config = run_config(options)
+    with join_world(config.device, group=False) as world, RunFolder.open(config, world) as folder:
+        form_file = folder.path / FORM_FILE
+        # a run that was killed before it wrote the file has no checkpoint either
+        form = read_json(form_file)["form"] if form_file.exists() else options.form
+        if form != options.form:
+            raise InputError(f"{folder.path} holds another run: its form is {form}")
+        if "max_steps" in folder.state.changes:
+            steps = folder.state.changes["max_steps"][0]
+            raise InputError(f"{folder.path} holds another run: its max_steps is {steps}")
+        if folder.state.finished is not None:
+            return folder.export
+        with Run.open(folder, progress=True) as run:
+            write_json(form_file, {"form": options.form})
+            ApartTrainer(run, options.form).train()
+        export_checkpoint(folders(folder.path)[-1], folder.export)
+        folder.mark_done()
+    return folder.export
+
+
+def run_config(options: argparse.Namespace) -> TrainConfig:
+    """The configuration of ``kvcat train`` with the same options."""
+    return TrainConfig(
         model=options.model,
         data=options.data,
         output=str(options.output),
@@ -142,12 +169,6 @@ def train(options: argparse.Namespace) -> Path:
         validation_every=options.max_steps,
         checkpoint_every=options.max_steps,  # the mask's moments are in no checkpoint
     )
-    with join_world(config.device, group=False) as world, RunFolder.open(config, world) as folder:
-        with Run.open(folder, progress=True) as run:
-            ApartTrainer(run, options.form).train()
-        export_checkpoint(folders(folder.path)[-1], folder.export)
-        folder.mark_done()
-    return export
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
@@ -170,5 +191,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def main() -> None:
+    """Train and print the folder of the export; a mistake is one line and exit code 2."""
+    try:
+        print(train(parse_arguments()))
+    except InputError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    print(train(parse_arguments()))
+    main()
