@@ -23,6 +23,7 @@ of every step has the checksum of its tokens. A run that is killed continues.
 import argparse
 import copy
 import json
+import sys
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -301,5 +302,14 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
+def main() -> None:
+    """Train and print the folder of the export; a mistake is one line and exit code 2."""
+    try:
+        print(train(parse_arguments()))
+    except InputError as error:
+        print(f"train.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
 if __name__ == "__main__":
-    print(train(parse_arguments()))
+    main()
