@@ -1,6 +1,7 @@
 #!/bin/sh
 # kvpress' RULER protocol: every method in result folders as kvpress' evaluate.py writes them. One GPU at
-# SCALE=paper; SCALE=small needs a folder of the data set's columns in DATA.
+# SCALE=paper. SCALE=small: kvcat-base on the CPU, on eight made-up questions (or on DATA, a folder with the data set's
+# columns).
 . "$(dirname "$0")/common.sh"
 METHODS=${METHODS:-"attention-matching attention-matching,budgets=equal kvpress:KVzipPress kvpress:ExpectedAttentionPress snapkv"}
 if [ "$SCALE" = paper ]; then
