@@ -108,6 +108,15 @@ def test_the_split_is_drawn_anew_each_step_from_the_seed_alone():
     assert config("m", "d", "o", prefix_range=(0.001, 0.01), seq_len=64).prefix_len_at(0) == 1
 
 
+@pytest.mark.parametrize(
+    ("flops", "shown"), [(4.3214e9, "0.00432"), (67.04e12, "67"), (2250e12, "2,250")]
+)
+def test_a_plan_shows_three_digits_of_any_speed(flops, shown, texts_folder, monkeypatch):
+    monkeypatch.setattr(plan, "_speed", lambda config: plan._Speed(flops, "measured"))
+    time = plan.plan(config("kvcat-base", texts_folder, "o"))["time"]
+    assert time.endswith(f" at 20 % of {shown} TFLOP/s a process (measured)")
+
+
 def test_a_frozen_teacher_is_a_sixth_more_work():
     model, _ = load("kvcat-base", tokenizer=False)
     self_taught, frozen = (

@@ -128,7 +128,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
         f"weights, gradients and moments, {memory.activations / 2**30:.1f} for activations and "
         "logits",
         "time": f"about {hours:,.1f} hours at {100 * utilisation:.0f} % of "
-        f"{speed.flops / 1e12:,.2f} TFLOP/s a process ({speed.source})",
+        f"{float(f'{speed.flops / 1e12:.3g}'):,g} TFLOP/s a process ({speed.source})",
         "output": config.output,
     }
 
