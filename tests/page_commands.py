@@ -17,7 +17,7 @@ from kvcat.recipes import RECIPES
 from kvcat.training.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
-SHELL = ("sh", "console", "")
+SHELL = ("sh", "bash", "console", "")
 COMMON_OPTIONS = {"--help", "--threads"}
 _FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _INLINE = re.compile(r"`([^`]+)`")

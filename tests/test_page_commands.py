@@ -12,6 +12,7 @@ from kvcat.errors import InputError
 from kvcat.options import parse_spec
 from page_commands import (
     ROOT,
+    SHELL,
     command_name,
     commands,
     inline_code,
@@ -54,6 +55,15 @@ def test_every_command_in_a_code_block_has_options_and_values_that_kvcat_accepts
             parsed_options(call.words)
         except InputError as error:
             complaints.append(f"{call}: {error}")
+    assert complaints == []
+
+
+def test_every_code_block_has_a_language_that_is_read_here_or_holds_no_command():
+    known = {*SHELL, "python", "toml", "output", "text"}
+    complaints = []
+    for page in pages():
+        opening = re.findall(r"^```(\w*)\n.*?^```$", (ROOT / page).read_text("utf-8"), re.M | re.S)
+        complaints += [f"{page}: {language}" for language in opening if language not in known]
     assert complaints == []
 
 
