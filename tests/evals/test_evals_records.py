@@ -108,6 +108,17 @@ def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, changes, said
     assert "is not a results folder" in refusal(read_config, tmp_path / "none")
 
 
+def test_a_folder_of_results_folders_is_rejected_and_those_in_it_are_named(tmp_path):
+    """As ``kvcat eval ruler --length 200 300`` makes them, next to a report."""
+    for name in ("300", "200", "report"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "200" / "records.jsonl").touch()
+    for shard in (0, 1):
+        (tmp_path / "300" / f"records-{shard}-of-2.jsonl").touch()
+    message = refusal(read_config, tmp_path)
+    assert message.endswith(f"name those in it: {tmp_path / '200'} {tmp_path / '300'}")
+
+
 def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_folder_freed(
     tmp_path,
 ):

@@ -264,7 +264,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """
     file = folder / "config.json"
     if not file.is_file():
-        raise InputError(f"{folder} is not a results folder: it has no config.json")
+        inside = sorted({path.parent for path in folder.glob("*/records*.jsonl")})
+        remedy = f"; name those in it: {' '.join(map(str, inside))}" if inside else ""
+        raise InputError(f"{folder} is not a results folder: it has no config.json{remedy}")
     config = read_json(file)
     _check_fields(config, _CONFIG_FIELDS, f"{file} is damaged or belongs to no evaluation")
     try:
