@@ -64,6 +64,13 @@ def test_models_are_paired_with_the_first_on_the_same_windows():
             profile_table(records, 8)
 
 
+def test_the_text_shows_ratios_for_several_models_alone():
+    for records, has_ratios in ((caches(), False), ([*caches(), *caches(6.0, "n")], True)):
+        text = profile_text(profile_table(records, 8, num_resamples=50))
+        assert ("Ratios are to the first" in text, "ratio_low" in text) == (has_ratios,) * 2
+        assert all(line == line.rstrip() for line in text.splitlines())
+
+
 def test_a_profile_is_the_suffix_evaluation_by_slots_and_all_slots_lose_nothing(tmp_path):
     assert slot_ratios([], 12) == [1 / 12, 2 / 12, 4 / 12, 8 / 12]
     for slots, said in [

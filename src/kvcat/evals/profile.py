@@ -150,14 +150,20 @@ def _profile_figures(
 
 
 def profile_text(table: pd.DataFrame) -> str:
-    """A ``profile_table`` as aligned text."""
-    columns = table.drop(columns=["num_windows", "num_documents"])
+    """A ``profile_table`` as aligned text; ratios are shown if there are several models."""
+    hidden = ["num_windows", "num_documents"]
+    about_ratios = " Ratios are to the first model's mean."
+    if table["ratio"].isna().all():
+        hidden += ["ratio", "ratio_low", "ratio_high"]
+        about_ratios = ""
+    columns = table.drop(columns=hidden)
     rows = columns.to_string(index=False, na_rep="", float_format="{:.3g}".format)
+    rows = "\n".join(row.rstrip() for row in rows.splitlines())
     num_windows = table["num_windows"].max()
     num_documents = table["num_documents"].max()
     return (
         f"KL(dense || compact), nats per token, of {num_windows} windows of {num_documents} "
         f"documents. Caches were fitted to the first half of the suffix. The KL is on the second "
-        f"half, which also selects the best cache. Ratios are to the first model's mean.\n\n"
+        f"half, which also selects the best cache.{about_ratios}\n\n"
         f"{rows}\n"
     )
