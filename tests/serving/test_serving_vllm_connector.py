@@ -340,6 +340,31 @@ def test_a_store_of_another_model_and_unknown_or_damaged_documents_are_rejected(
     assert connector.caches.find("a/0").num_slots > 0
 
 
+@pytest.mark.parametrize("step", ["load", "find"])
+def test_a_document_that_changes_is_never_read_from_its_other_text(
+    serving, tokenizer, tmp_path, step
+):
+    model = loud_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=256)
+    corpus = tmp_path / "corpus.jsonl"
+
+    def compress(seed):
+        rows = [{"id": id, "text": "".join(sentences(3, seed=seed))} for id in "ab"]
+        corpus.write_text("\n".join(map(json.dumps, rows)))
+        settings = CorpusSettings(num_slots=8)
+        compress_corpus(model, tokenizer, corpus, tmp_path / "s", settings)
+
+    compress(0)
+    caches = connector_for(serving, widen(model, WIDE), tmp_path / "s").caches
+    requested = caches.find("a")
+    compress(1)
+    with pytest.raises(InputError, match="has changed since it was requested"):
+        requested.load() if step == "load" else caches.find("b")
+    for name in "ab":
+        again = caches.find(name)
+        assert again.digest != requested.digest
+        assert len(again.load()) == 2
+
+
 def test_documents_of_a_store_with_a_chat_template_cannot_be_joined(serving, tokenizer, tmp_path):
     (tmp_path / "corpus.jsonl").write_text(
         "\n".join(json.dumps({"id": str(n), "text": f"the cat {n}"}) for n in range(2))

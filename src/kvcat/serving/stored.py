@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvcat.cache import CompactCache, are_comparable, first_slots, positions_by_head
-from kvcat.corpus import CHAT_STORE, Store
+from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError
 from kvcat.serving.prefix import LayerStates, PackedDocument, wide_layer
 from kvcat.serving.requests import NamedCaches
@@ -35,10 +35,9 @@ class StoredPrefix(PackedDocument):
         Raises:
             InputError: the cache is damaged, or of another text than it was.
         """
-        store = _open(self.address)
-        if store.row(self.id).checksum != self.checksum:
-            raise InputError(f"document {self.id[:80]!r} has changed since it was requested")
-        return packed_states(store[self.id], self.rotation, self.shape[2])
+        cache = _open(self.address)[self.id]
+        _check_text(cache, self.id, self.checksum)
+        return packed_states(cache, self.rotation, self.shape[2])
 
 
 class CacheStore(NamedCaches):
@@ -96,6 +95,7 @@ class CacheStore(NamedCaches):
         except InputError as error:
             reason = str(error).replace(store.address, "the store")
             raise InputError(f"document {id[:80]!r}: {reason}") from None
+        _check_text(cache, id, checksum)
         if cache.states:
             raise InputError(
                 f"document {id[:80]!r} has states of layers that vLLM has no place for"
@@ -116,6 +116,15 @@ class CacheStore(NamedCaches):
             layer_slots=tuple(layer.max_slots for layer in cache.layers),
             rotation=self._rotation,
         )
+
+
+def _check_text(cache: CompactCache, id: str, checksum: str) -> None:
+    """Raise an ``InputError`` for a cache of another text.
+
+    A store reads its manifest again, and returns the new cache, once a file does not fit it.
+    """
+    if cache.metadata.get(CHECKSUM_ENTRY) != checksum:
+        raise InputError(f"document {id[:80]!r} has changed since it was requested: ask again")
 
 
 def packed_states(cache: CompactCache, rotation: WideRotation, wide: int) -> list[LayerStates]:
