@@ -9,6 +9,7 @@ from corpora import write_rows
 from pyarrow import parquet
 
 from kvcat.corpus import Corpus, corpus_files, left_out, read_corpus
+from kvcat.files import read_text
 from tiny import refusal
 
 
@@ -131,6 +132,13 @@ def test_lines_that_another_system_wrote_are_read_as_its_rows(tmp_path):
     assert (only.id, only.text, only.problem) == ("a", "caf\u00e9", None)
     (tmp_path / "wide.jsonl").write_bytes(f"{content}\n".encode("utf-16"))
     assert all("not JSON" in one.problem for one in documents(tmp_path / "wide.jsonl"))
+
+
+@pytest.mark.parametrize("end", [b"\r\n", b"\r"])
+def test_a_text_file_with_other_line_ends_is_the_text_that_compress_text_reads(tmp_path, end):
+    (tmp_path / "a.txt").write_bytes(end.join([b"the cat", b"", b"sees it", b""]))
+    (only,) = documents(tmp_path)
+    assert only.text == read_text(tmp_path / "a.txt") == "the cat\n\nsees it\n"
 
 
 def test_a_store_inside_its_corpus_is_rejected(tmp_path):

@@ -187,11 +187,13 @@ def _text_document(file: SourceFile) -> CorpusDocument:
     if b"\0" in data:
         return CorpusDocument(name, problem="the file is not text: it has a zero byte")
     try:
-        return CorpusDocument(name, data.decode("utf-8-sig"))
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         return CorpusDocument(
             name, problem=f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
         )
+    # as `kvcat compress --text` reads it
+    return CorpusDocument(name, text.replace("\r\n", "\n").replace("\r", "\n"))
 
 
 def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> CorpusDocument:
