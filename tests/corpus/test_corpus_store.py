@@ -331,6 +331,25 @@ def test_documents_of_equal_length_share_a_batch(compress, tmp_path, monkeypatch
     assert sorted(batches) == [1, 3]
 
 
+def test_a_cache_in_the_store_outlives_a_device_without_memory_for_its_batch(
+    compress, tmp_path, monkeypatch
+):
+    rows = [{"id": id, "text": "the cat sees it"} for id in ("made", "lost")]
+    corpus = write_rows(tmp_path / "corpus.jsonl", rows)
+    store = tmp_path / "store"
+    compress(corpus, store)
+    (store / cache_file("lost")).unlink()
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(compressor_module, "sequence_trace", no_memory)
+    result = compress(corpus, store)
+    assert (result.num_kept, [row.id for row in result.failures]) == (1, ["lost"])
+    assert Store(store).ids == ("made",)
+    assert Store(store)["made"].num_tokens > 0
+
+
 def test_a_check_measures_kl_where_the_measured_cache_was_not_fitted(
     loaded, compress, corpus, tmp_path
 ):

@@ -115,7 +115,8 @@ class CorpusCompressor:
             caches = list(self._caches(usable))
         except (InputError, torch.OutOfMemoryError) as error:
             if len(usable) > 1:
-                return [row for encoded in usable for row in self([encoded])]
+                missing = [encoded for encoded in usable if not encoded.is_made]
+                return [row for encoded in missing for row in self([encoded])]
             return [self._failed(encoded, _reason(error)) for encoded in usable]
         missing = []
         for encoded, (cache, kl) in zip(usable, caches, strict=True):
