@@ -22,6 +22,7 @@ from kvcat.serving.engine import Engine, Question, RecentDocuments, RequestError
 from kvcat.serving.server import ServerLimits, make_app
 
 DOCUMENTS = {f"doc/{number}": "".join(sentences(2, seed=number)) for number in range(3)}
+TURN = {"role": "user", "content": "the cat"}
 MOST_WAITING = 2
 LIMITS = ServerLimits(most_bytes=4000, most_tokens=32, most_seconds=0.3)
 
@@ -78,6 +79,7 @@ def damage(file):
         ({"model": "gpt"}, 404, "no model 'gpt'; there is 'tiny'"),
         ({"messages": None}, 400, "messages is missing"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "first one the user's"),
+        ({"messages": [TURN, {"content": "x"}]}, 400, "message 2 has the role None"),
         ({"temperature": 9999}, 400, "temperature is 9999"),
         ({"temperature": 10**400}, 400, "too large"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode text"),
@@ -87,6 +89,9 @@ def damage(file):
         ({"max_tokens": True}, 400, "wrong type"),
         ({"stop": [1]}, 400, "stop must be"),
         ({"n": 2}, 400, "n is not supported with the value 2"),
+        ({"n": True}, 400, "n is not supported with the value True"),
+        ({"n": "\ud800"}, 400, "n is not supported with the value \ufffd"),
+        ({"logprobs": 0}, 400, "logprobs is not supported with the value 0"),
         ({"tools": [{}]}, 400, "tools is not supported"),
         ({"top_k": 3}, 400, "'top_k' is not supported"),
         ({"body": "{"}, 400, "is not JSON"),

@@ -102,6 +102,9 @@ def test_questions_continue_the_turn_that_the_document_opens():
     ):
         with pytest.raises(InputError, match="messages must be texts"):
             chat_ids(tokenizer, messages, chat=True)
+    for role in ({}, {"role": None}, {"role": 5}):
+        with pytest.raises(InputError, match=r"message 2 has the role (None|5), which is no text"):
+            chat_ids(tokenizer, [user("the cat"), {"content": "it", **role}], chat=True)
     with pytest.raises(InputError, match="without --chat"):
         chat_ids(tokenizer, conversation, chat=False)
     tokenizer.chat_template = "{{ messages | length }}" + CHAT

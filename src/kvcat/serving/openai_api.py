@@ -10,6 +10,7 @@ from typing import Any
 from kvcat.errors import InputError
 from kvcat.serving.answers import Sampling
 from kvcat.serving.engine import Question, RequestError, Usage
+from kvcat.tokenization import repaired
 
 FIELD = "kvcat"
 """The field of a request that names its documents."""
@@ -80,7 +81,12 @@ def _check_fields(fields: Mapping[str, Any]) -> None:
             continue
         if name not in _NEUTRAL:
             raise RequestError(400, f"the field {name[:80]!r} is not supported")
-        if value not in _NEUTRAL[name]:
+        # false is no number: in /v1/completions, logprobs 0 asks for those of the answer's tokens
+        is_neutral = any(
+            value == neutral and isinstance(value, bool) == isinstance(neutral, bool)
+            for neutral in _NEUTRAL[name]
+        )
+        if not is_neutral:
             raise RequestError(400, f"{name} is not supported with the value {str(value)[:80]}")
 
 
@@ -192,4 +198,5 @@ def usage_record(usage: Usage) -> dict[str, Any]:
 def error_record(error: RequestError) -> dict[str, Any]:
     """The JSON of an error."""
     kind = "invalid_request_error" if error.status < 500 else "server_error"
-    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.status}}
+    message = repaired(error.message)  # JSON can spell half a character, and UTF-8 cannot
+    return {"error": {"message": message, "type": kind, "param": None, "code": error.status}}

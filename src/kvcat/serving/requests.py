@@ -161,6 +161,10 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
         raise InputError(
             "messages must be texts, and the first one the user's, which continues the document"
         )
+    for number, turn in enumerate(turns, start=1):
+        role = turn.get("role")
+        if not isinstance(role, str):
+            raise InputError(f"message {number} has the role {role!r}, which is no text")
     conversation = [{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)]
     return ChatTemplate(tokenizer).conversation(conversation, TextEncoder(tokenizer))
 
