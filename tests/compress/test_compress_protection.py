@@ -45,6 +45,15 @@ def assert_protected(cache, traced, positions, *, rtol=0.0):
                 assert bias is None or not bias[:count].any()
 
 
+@pytest.mark.parametrize("slots", [5, 6, 48])
+def test_protected_slots_in_few_bits_are_rejected_at_every_size(traced, slots):
+    method = make_compressor("snapkv", bits=8)
+    message = refusal(method, traced, num_slots=slots, protect=RANGES)
+    assert message == "protected slots are exact, not in 8 bits: leave out bits"
+    message = refusal(lambda: list(method.each(protecting(traced, RANGES), [slots / 48])))
+    assert message == "protected slots are exact, not in 8 bits: leave out bits"
+
+
 @table([*ROWS, *RAGGED])
 def test_every_compressor_keeps_protected_slots_exactly_and_inside_its_budget(
     traced, name, options

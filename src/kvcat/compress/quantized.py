@@ -37,6 +37,11 @@ class Quantized(Compressor):
         """Step of the method's last snapshot."""
         return self.method.last_step
 
+    def _at_an_end(self, trace: Trace, slots: int) -> CompactCache:
+        """The cache of all slots; protected slots alone are rejected like those among others."""
+        _check_not_protected(trace, self.bits)
+        return super()._at_an_end(trace, slots)
+
     def full(self, trace: Trace) -> CompactCache:
         """The cache with all slots, in few bits."""
         return next(self.compress(trace, [trace.max_slots]))
@@ -44,8 +49,7 @@ class Quantized(Compressor):
     def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
         """The caches in few bits."""
         check_dims(trace.keys[0].shape[-1], trace.values[0].shape[-1], self.bits)
-        if trace.protected:
-            raise InputError(f"protected slots are exact, not in {self.bits} bits: leave out bits")
+        _check_not_protected(trace, self.bits)
         return self.method.compress_quantized(trace, sizes, self.bits)
 
     def snapshots(
@@ -68,6 +72,12 @@ class Quantized(Compressor):
             return
         for keep_ratio in keep_ratios:
             yield self.snapshots(trace, keep_ratio=keep_ratio)
+
+
+def _check_not_protected(trace: Trace, bits: Bits) -> None:
+    """Raise an ``InputError`` for protected slots, which few bits would round."""
+    if trace.protected:
+        raise InputError(f"protected slots are exact, not in {bits} bits: leave out bits")
 
 
 def slots_and_bits(
