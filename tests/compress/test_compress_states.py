@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvcat
-from kvcat.cache import CompactCache
-from kvcat.compress import Eviction, make_compressor, smallest_cache
+from kvcat.cache import Bits, CompactCache
+from kvcat.compress import Eviction, make_compressor, slots_and_bits, smallest_cache
 from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
 from kvcat.models import MaskedPass, self_test
@@ -287,6 +287,20 @@ def test_a_model_with_a_recurrent_state_is_not_trained(name):
     model = small_model(name, torch.float32)
     with pytest.raises(InputError, match="recurrent state"):
         MaskedPass(model, {0: RandomPolicy(0.5)})
+
+
+def test_a_number_of_bytes_holds_the_states_as_well():
+    model = small_model("gemma3_text", torch.float32)
+    traced = kvcat.trace(model, tokens(), PREFIX)
+    state_bytes = sum(state.nbytes for state in traced.states.values())
+    for bits in (None, Bits(8, 8)):
+        num_bytes = state_bytes + 2000
+        num_slots, _ = slots_and_bits(traced, num_bytes, [bits])
+        cache = Eviction("snapkv")(traced, num_slots=num_slots)
+        nbytes = cache.nbytes if bits is None else cache.quantize(bits).nbytes
+        assert num_bytes - 1000 < nbytes <= num_bytes
+    message = refusal(slots_and_bits, traced, state_bytes)
+    assert f"one slot in every head and {state_bytes} of states" in message
 
 
 @pytest.mark.parametrize("name", ["gemma3_text", "lfm2"])

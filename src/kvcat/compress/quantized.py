@@ -92,21 +92,24 @@ def slots_and_bits(
 
     Args:
         trace: of the prefix.
-        num_bytes: of all examples together.
+        num_bytes: of all examples together, with the states that are kept whole.
         choices: bits to choose from, the first of which do not hold the whole prefix; None among
             them is the type of the trace.
 
     Raises:
         InputError: fewer bytes than one slot per head needs.
     """
+    state_bytes = sum(state.nbytes for state in trace.states.values())
+    of_slots = num_bytes - state_bytes
     dense_bytes = sum(2 * states.numel() for states in (*trace.keys, *trace.values))
-    is_small = dense_bytes >= _LEAST_FEWER_OF_4_BITS * num_bytes
+    is_small = dense_bytes >= _LEAST_FEWER_OF_4_BITS * of_slots
     tried = [Bits(4, 4) if is_small else Bits(8, 8)] if choices is None else list(choices)
-    sizes = [(_slots_within(trace, num_bytes, bits), bits) for bits in tried]
+    sizes = [(_slots_within(trace, of_slots, bits), bits) for bits in tried]
     not_whole = [(slots, bits) for slots, bits in sizes if slots < trace.max_slots]
     slots, bits = not_whole[0] if not_whole else sizes[-1]
     if slots < 1:
-        raise InputError(f"{num_bytes} bytes do not hold one slot in every head")
+        states = f" and {state_bytes} of states that are kept whole" if state_bytes else ""
+        raise InputError(f"{num_bytes} bytes do not hold one slot in every head{states}")
     return min(slots, trace.max_slots), bits
 
 
