@@ -17,7 +17,7 @@ from kvcat.compress import (
 from kvcat.compress.budgets import slot_sizes
 from kvcat.compress.calibration import calibration_sizes, document_curves
 from kvcat.errors import InputError
-from tiny import loud_model, sentences
+from tiny import loud_model, refusal, sentences
 
 SIZES = (1, 2, 4, 8, 11, 16, 23, 32, 45, 64)
 
@@ -116,6 +116,20 @@ def test_errors_are_means_over_the_first_documents_that_are_long_enough(tokenize
     assert not torch.allclose(torch.tensor(first.errors), expected, rtol=0.01)
     with pytest.raises(InputError, match="no document has 24 tokens"):
         calibrate(small, tokenizer, ["short"], num_tokens=24)
+
+
+def test_a_gradient_run_does_not_continue_after_its_file_of_budgets_changed(
+    traced, calibrated, tmp_path
+):
+    file = tmp_path / "b.json"
+    calibrated.save(file)
+    init = f"attention-matching,budgets={file}"
+    method = make_compressor("gradient", init=init, num_steps=1)
+    method(traced, num_slots=8, resume=tmp_path / "state")
+    method(traced, num_slots=8, resume=tmp_path / "state")
+    replace(calibrated, errors=calibrated.errors[::-1]).save(file)
+    message = refusal(method, traced, num_slots=8, resume=tmp_path / "state")
+    assert f"its budgets is {calibrated.digest[:16]}, here it is" in message
 
 
 def test_what_does_not_fit_is_rejected_by_name(model, windows, calibrated, tmp_path):

@@ -1,10 +1,12 @@
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import torch
-from small_evaluations import noise, tiny
+from small_evaluations import PREFIX, noise, tiny
 
-from kvcat.compress import Eviction
+from kvcat.cache import fingerprint
+from kvcat.compress import CalibratedBudgets, Eviction
 from kvcat.errors import InputError
 from kvcat.evals import (
     Method,
@@ -19,6 +21,7 @@ from kvcat.evals import (
     summarise,
 )
 from kvcat.evals.suffix import PreparedWindows
+from tiny import refusal
 
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
 
@@ -61,6 +64,32 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
     assert counts == wanted | {("gradient", 0.5, step): 4 for step in (0, 1, 2)}
     start, end = read_events(folder)
     assert (start["event"], start["torch"], end["event"]) == ("start", torch.__version__, "end")
+
+
+@pytest.mark.parametrize(
+    ("name", "option", "text"),
+    [
+        ("attention-matching", "budgets", "{}"),
+        ("gradient", "init", "attention-matching,budgets={}"),
+    ],
+)
+def test_a_folder_is_not_continued_with_other_budgets_in_a_file_of_the_same_name(
+    windows, tmp_path, name, option, text
+):
+    models = {"base": (tiny(0), None)}
+    errors = (((4.0, 1.0), (3.0, 2.0)), ((1.0, 0.0), (1.0, 0.0)))
+    weights = fingerprint(models["base"][0])
+    budgets = CalibratedBudgets("tiny", weights, 1, PREFIX, (1, PREFIX), errors)
+    budgets.save(tmp_path / "b.json")
+    options = {option: text.format(tmp_path / "b.json")}
+    if name == "gradient":
+        options["num_steps"] = 1
+    task = (models, windows, tmp_path / "out", [Method(name, options)], [0.5])
+    assert run(*task) == run(*task)
+    replace(budgets, errors=errors[::-1]).save(tmp_path / "b.json")
+    message = refusal(run, *task)
+    assert "results of another configuration: budgets is" in message
+    assert budgets.digest[:16] in message
 
 
 @pytest.mark.parametrize("kept", [0.0, "step 0"])

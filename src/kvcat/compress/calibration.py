@@ -378,6 +378,17 @@ def budget_files(method: str) -> list[str]:
     return [text for text in _BUDGETS.findall(method) if text not in ("equal", *MEASURED)]
 
 
+def budget_digests(method: str) -> str:
+    """The content of all files of budgets in the text of a method; empty without any.
+
+    What was made with a file is told apart by this, because the file's name may stay the same.
+
+    Raises:
+        InputError: as ``load_budgets``.
+    """
+    return ", ".join(load_budgets(file).digest[:16] for file in budget_files(method))
+
+
 def _checksum(content: dict[str, Any]) -> str:
     """A hash of a JSON object."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"))

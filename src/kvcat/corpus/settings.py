@@ -8,7 +8,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kvcat.choices import DocumentSupervision
 from kvcat.compress import Compressor, seeded_compressor
-from kvcat.compress.calibration import budget_files, load_budgets
+from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
 from kvcat.compress.chat import ChatTemplate
 from kvcat.errors import InputError, check_least
 from kvcat.options import parse_spec
@@ -102,9 +102,9 @@ class CorpusSettings:
         content.
         """
         values = asdict(self)
-        digests = [load_budgets(file).digest for file in budget_files(self.method)]
-        if digests:
-            values["budgets"] = ", ".join(digest[:16] for digest in digests)
+        budgets = budget_digests(self.method)
+        if budgets:
+            values["budgets"] = budgets
         return values
 
 

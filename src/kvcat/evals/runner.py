@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint, fingerprint_like
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
+from kvcat.compress.calibration import budget_digests
 from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.evaluation import ReportFacts
@@ -309,10 +310,22 @@ def configuration(
         "manifest": manifest(task.examples),
         "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
         "methods": [asdict(method) for method in complete],
+        **_budgets(complete),
         "primary": _primary_cell(cells, find_evaluation(task.evaluation).facts, primary),
         "batch_size": batch_size,
         "seeds": list(seeds),
     }
+
+
+def _budgets(methods: Sequence[Method]) -> dict[str, dict[str, str]]:
+    """The content of the methods' files of budgets, by label; empty without such files."""
+    digests = {}
+    for method in methods:
+        options = [f"{name}={value}" for name, value in method.options.items()]
+        of_method = [digest for digest in map(budget_digests, options) if digest]
+        if of_method:
+            digests[method.label] = ", ".join(of_method)
+    return {"budgets": digests} if digests else {}
 
 
 def _complete(method: str | Method, keep_ratios: Sequence[float], task: Task) -> Method:

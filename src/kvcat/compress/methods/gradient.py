@@ -23,6 +23,7 @@ from kvcat.compress.base import (
     example_generators,
     is_between,
 )
+from kvcat.compress.calibration import budget_digests
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.protection import protecting
@@ -224,6 +225,7 @@ class SlotTraining:
         self.num_steps = 0
         self.trace = trace
         self._method = method
+        self._budgets = budget_digests(method.init)
         self._num_fixed = trace.num_protected + method.freeze_first_slot
         # of each layer: what is trained, and log-biases of 0 and -inf that only hide the padding
         self._trained: list[dict[str, Tensor]] = []
@@ -313,6 +315,8 @@ class SlotTraining:
             for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())):
                 hash_tensor(digest, "past", slots)
         identity["num_slots"] = self._mean_slots  # the name in state files
+        if self._budgets:
+            identity["budgets"] = self._budgets
         if trace.protected:
             identity["protected"] = range_text(trace.protected)
         identity["model"] = trace.fingerprint[:16]
