@@ -38,6 +38,7 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
             bool: writer.add_bool,
             int: writer.add_uint32,
             float: writer.add_float32,
+            list: writer.add_array,
         }
         add[type(value)](f"{config.model_type}.{key}", value)
     if name:

@@ -5,6 +5,7 @@ heads. Therefore the configuration is made here by llama.cpp's rules, for archit
 were compared with llama.cpp. An error names a metadata key or a tensor that the model does not use.
 """
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
@@ -27,6 +28,12 @@ _SIZES = {
     "attention.head_count": "num_attention_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps",
 }
+_OTHER_SIZES = (
+    "attention.head_count_kv", "attention.key_length", "rope.freq_base", "rope.scale_linear",
+    "rope.scaling.factor", "rope.scaling.attn_factor", "rope.scaling.original_context_length",
+)  # fmt: skip
+_MAY_BE_ZERO = ("attention.layer_norm_rms_epsilon", "rope.scale_linear", "rope.scaling.factor")
+_FRACTIONS = (*_MAY_BE_ZERO, "rope.freq_base", "rope.scaling.attn_factor")
 _TOKENS = {
     "bos_token_id": "bos_token_id",
     "eos_token_id": "eos_token_id",
@@ -111,15 +118,11 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     header = _read_header(path)
     _check_settings(header)
     for key in _SIZES:
-        value = header.setting(key)
-        is_zero = value == 0 and not key.endswith("epsilon")
-        if isinstance(value, str) or is_zero:
-            raise header.rejection(key, "which is no size")
+        _check_size(header, key)
+    for key in _OTHER_SIZES:
+        if key in header.settings:
+            _check_size(header, key)
     heads = header.setting("attention.head_count")
-    if not isinstance(heads, int):
-        raise header.rejection(
-            "attention.head_count", "which differs between layers: this is not supported"
-        )
     fields: dict[str, Any] = {name: header.setting(key) for key, name in _SIZES.items()}
     head_dim = header.setting("attention.key_length", fields["hidden_size"] // heads)
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -139,6 +142,17 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     if header.architecture != "qwen2":  # it always has the biases of queries, keys and values
         fields["attention_bias"] = "blk.0.attn_q.bias" in header.shapes
     return AutoConfig.for_model(header.architecture, **fields)
+
+
+def _check_size(header: _Header, key: str) -> None:
+    """Reject a setting that is not one number above 0; a few may be 0."""
+    value = header.setting(key)
+    if isinstance(value, list):
+        raise header.rejection(key, "a number for every layer: this is not supported")
+    kinds = (int, float) if key in _FRACTIONS else (int,)
+    is_size = type(value) in kinds and math.isfinite(value)
+    if not is_size or value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
+        raise header.rejection(key, "which is no size")
 
 
 def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig) -> None:
