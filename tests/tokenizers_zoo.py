@@ -83,6 +83,28 @@ def unigram(*, before=("<s>",), after=()):
     return surround(_finished(backend), before=before, after=after)
 
 
+def byte_fallback():
+    """A BPE that spells characters it does not know in bytes, as of Llama 2 and Mistral."""
+    names = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    names += ["\u2581", "a", "b", "\u2581a", "\u2581b"]
+    vocabulary = {name: number for number, name in enumerate(names)}
+    merges = [("\u2581", "a"), ("\u2581", "b")]
+    model = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True)
+    backend = Tokenizer(model)
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return _finished(backend)
+
+
 KINDS = {
     "byte-level": byte_level,
     "byte-level with BOS": lambda: byte_level(before=["<s>"]),

@@ -2,13 +2,17 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import kvcat
 from kvcat.serving.answers import AnswerStream, Sampling, answer
 from kvcat.serving.conversation import Conversation
 from tiny import refusal, sentences, write_tiny_model
+from tokenizers_zoo import byte_fallback
 
 DOCUMENT = "".join(sentences(2, seed=5))
+BYTE_FALLBACK = byte_fallback()
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,25 @@ def test_joined_pieces_are_the_decoded_text_and_no_piece_ends_within_a_character
     pieces = pieces_of(tokenizer, ids)
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.text("a b\u00e9\u1230\ufe0f\u200d\U0001f600", min_size=1, max_size=12))
+def test_many_characters_in_bytes_are_the_decoded_text_from_tokenizers_that_decode_them_at_once(
+    text,
+):
+    ids = BYTE_FALLBACK(text, add_special_tokens=False).input_ids
+    pieces = pieces_of(BYTE_FALLBACK, ids)
+    assert "".join(pieces) == text
+    assert all("\ufffd" not in piece for piece in pieces)
+
+
+def test_bytes_of_no_character_are_replaced_and_the_text_after_them_is_not():
+    name_bytes = BYTE_FALLBACK.convert_tokens_to_ids(["<0xE1>", "<0x88>"])
+    before = BYTE_FALLBACK("\u1230\u120b\u121d\u1230", add_special_tokens=False).input_ids
+    after = BYTE_FALLBACK("a b", add_special_tokens=False).input_ids
+    text = "".join(pieces_of(BYTE_FALLBACK, [*before, *name_bytes, *after]))
+    assert text == "\u1230\u120b\u121d\u1230\ufffd\ufffd a b"
 
 
 def test_incomplete_bytes_at_the_end_are_shown_as_the_tokenizer_shows_them(tokenizer):

@@ -1,5 +1,6 @@
 """Answers from a compact cache, text by text: greedy or sampled, with stop texts."""
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -178,7 +179,8 @@ class AnswerStream(BaseStreamer):
         self._stop = stop
         self._on_text = on_text
         self._has_prompt = False
-        self._num_decoded = 0  # tokens whose text is complete
+        # numbers of tokens with complete text: the last one, and earlier ones to decode from
+        self._complete = deque([0])
         self._waiting = ""  # complete text that a stop text may begin
 
     def put(self, value: Tensor) -> None:
@@ -196,7 +198,7 @@ class AnswerStream(BaseStreamer):
             return
         new_text = self._new_text()
         if new_text and not new_text.endswith(_REPLACEMENT):
-            self._num_decoded = len(self.ids)
+            self._complete.append(len(self.ids))
             self._add(new_text, is_last=False)
 
     def end(self) -> None:
@@ -208,10 +210,19 @@ class AnswerStream(BaseStreamer):
             self._add(self._new_text(), is_last=True)
 
     def _new_text(self) -> str:
-        """The text of the tokens that are not decoded yet."""
-        start = max(0, self._num_decoded - _CONTEXT_TOKENS)
-        before = self._decode(self.ids[start : self._num_decoded])
+        """The text of the tokens that are not decoded yet.
+
+        The tokens before them are decoded from the start of a character: tokenizers that have
+        tokens for bytes decode all bytes in a row together, and none if one character is cut.
+        """
+        num_decoded = self._complete[-1]
+        while len(self._complete) > 1 and self._complete[1] <= num_decoded - _CONTEXT_TOKENS:
+            self._complete.popleft()
+        start = self._complete[0]
+        before = self._decode(self.ids[start:num_decoded])
         both = self._decode(self.ids[start:])
+        if not both.startswith(before):  # a character that is not complete
+            return self._decode(self.ids[num_decoded:])
         return both[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
