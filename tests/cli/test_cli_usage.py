@@ -78,6 +78,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ),
         ("compress m --text t.txt -o c --max-kl -1", "--max-kl takes NATS>=0, not -1"),
         ("widen m -o .", "output folder . is not empty"),
+        ("widen m -o wide --gguf-type q8_0", "--gguf-type is for a .gguf file, and wide is a"),
         (
             "compress m --text t.txt -o c --method gradient --supervision self",
             "gradient needs --supervision",

@@ -126,7 +126,7 @@ def widen(
     /,
     output: opt.Output,
     head_dim: opt.Unset[int] = None,
-    gguf_type: Literal["float16", "float32", "q8_0"] = "float16",
+    gguf_type: opt.Unset[Literal["float16", "float32", "q8_0"]] = None,
     dtype: opt.Dtype = "float32",
     budgets: opt.Unset[Path] = None,
     window: opt.Unset[opt.Count] = None,
@@ -142,7 +142,7 @@ def widen(
     Args:
         output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
         head_dim: Head dimension to write; by default the next one that vLLM supports on a CPU.
-        gguf_type: Data type of the matrices in a .gguf file.
+        gguf_type: Data type of the matrices in a .gguf file; by default float16.
         budgets: File of `kvcat budgets --two-sizes`; writes vllm.json, with which vLLM holds the
             short layers in a window. By default all layers have equal room.
         window: With --budgets: tokens of that window, slots of the short layers, question and
@@ -153,6 +153,8 @@ def widen(
         raise InputError("--budgets and --window belong together")
     if budgets is not None and is_gguf:
         raise InputError("--budgets is for vLLM: llama.cpp holds equally many cells in every layer")
+    if gguf_type is not None and not is_gguf:
+        raise InputError(f"--gguf-type is for a .gguf file, and {output} is a folder: give --dtype")
     if is_gguf:
         opt.check_output(output, overwrite=overwrite)
     else:
@@ -171,7 +173,7 @@ def widen(
         overrides = layer_overrides(loaded, calibrated, window)
     wide = widen(loaded, head_dim)
     if is_gguf:
-        write_gguf(wide, output, dtype=gguf_type)
+        write_gguf(wide, output, dtype=gguf_type or "float16")
     else:
         save(wide, tokenizer, output)
     if overrides is not None:
