@@ -15,7 +15,7 @@ from kvcat.compress import (
     trace,
 )
 from kvcat.compress.budgets import slot_sizes
-from kvcat.compress.calibration import calibration_sizes, document_curves
+from kvcat.compress.calibration import _checksum, calibration_sizes, document_curves
 from kvcat.errors import InputError
 from tiny import loud_model, refusal, sentences
 
@@ -130,6 +130,20 @@ def test_a_gradient_run_does_not_continue_after_its_file_of_budgets_changed(
     replace(calibrated, errors=calibrated.errors[::-1]).save(file)
     message = refusal(method, traced, num_slots=8, resume=tmp_path / "state")
     assert f"its budgets is {calibrated.digest[:16]}, here it is" in message
+
+
+@pytest.mark.parametrize("name", ["long_layers", "more"])
+def test_a_whole_file_of_budgets_of_another_version_is_rejected_by_name(calibrated, tmp_path, name):
+    calibrated.save(tmp_path / "b.json")
+    content = json.loads((tmp_path / "b.json").read_text())
+    del content["sha256"]
+    if content.pop(name, None) is None:
+        content[name] = 1
+    content["sha256"] = _checksum(content)
+    (tmp_path / "b.json").write_text(json.dumps(content))
+    message = refusal(CalibratedBudgets.load, tmp_path / "b.json")
+    assert "is of another version of kvcat: it" in message
+    assert message.endswith(f"{name!r}")
 
 
 def test_what_does_not_fit_is_rejected_by_name(model, windows, calibrated, tmp_path):

@@ -9,7 +9,7 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from operator import itemgetter
@@ -227,6 +227,10 @@ class CalibratedBudgets:
         if checksum != _checksum(content):
             raise InputError(f"{path} is damaged: its content does not have its checksum")
         del content["format"]
+        names = {field.name for field in fields(cls)}
+        for name in sorted(names ^ set(content)):
+            what = "lacks" if name in names else "has"
+            raise InputError(f"{path} is of another version of kvcat: it {what} {name!r}")
         errors = tuple(
             tuple(tuple(of_head) for of_head in of_layer) for of_layer in content.pop("errors")
         )
