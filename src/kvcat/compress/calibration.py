@@ -385,7 +385,7 @@ def budget_files(method: str) -> list[str]:
 def budget_digests(method: str) -> str:
     """The content of all files of budgets in the text of a method; empty without any.
 
-    What was made with a file is told apart by this, because the file's name may stay the same.
+    Results made with a file depend on it, and the name of the file may stay the same.
 
     Raises:
         InputError: as ``load_budgets``.
