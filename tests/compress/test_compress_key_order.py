@@ -33,8 +33,8 @@ def greedy_order(attention, ridge, num_keys):
             residual = residual - (gram[taken] * explained).sum(0)
             residual[taken] = -np.inf
         taken.append(int(residual.argmax()))
-    rest = [int(key) for key in (-importance).argsort(kind="stable") if key not in taken]
-    return taken + rest
+    by_importance = (-importance).argsort(kind="stable").tolist()
+    return taken + [key for key in by_importance if key not in taken]
 
 
 @pytest.mark.parametrize("ridge", [0.03, 0.1, 1.0])

@@ -66,8 +66,8 @@ class KeysByResidual:
             residual -= (columns @ image).squeeze(2).square_()
             residual[heads, best] = -torch.inf
             inverse -= image * image.mT
-        rest = importance.scatter(1, taken, -torch.inf)
-        return torch.cat([taken, order_by_importance(rest)[:, : num_keys - num_taken]], dim=1)
+        others = order_by_importance(importance.scatter(1, taken, -torch.inf))
+        return torch.cat([taken, others[:, : num_keys - num_taken]], dim=1)
 
 
 @dataclass(frozen=True)
