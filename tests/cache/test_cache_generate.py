@@ -262,7 +262,7 @@ def test_examples_that_a_batch_does_not_have_are_rejected():
         assert "none of the examples 0 to 1" in refusal(cache.select, rows)
     for rows in ([], slice(2, None), torch.tensor([], dtype=torch.long)):
         assert "no example is chosen" in refusal(cache.select, rows)
-    last = cache.select(torch.tensor(1))
+    last = cache.select(torch.tensor([1]))
     torch.testing.assert_close(last.layers[0].tensors(), cache.select([-1]).layers[0].tensors())
 
 

@@ -27,7 +27,7 @@ def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
     if isinstance(rows, slice):
         chosen = list(range(num_examples))[rows]
     else:
-        chosen = list(rows.flatten().tolist() if isinstance(rows, torch.Tensor) else rows)
+        chosen = list(rows.tolist() if isinstance(rows, torch.Tensor) else rows)
     for row in chosen:
         is_number = isinstance(row, Integral) and not isinstance(row, bool)
         if not is_number or not -num_examples <= int(row) < num_examples:
