@@ -4,6 +4,7 @@ import gzip
 import itertools
 import re
 import sys
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -213,6 +214,18 @@ def test_runs_of_several_days_are_joined_each_next_to_its_control_of_the_same_da
     both = pd.concat([rows, rows.assign(evaluated="2026-11-26")])
     with pytest.raises(SystemExit, match="judged on several days"):
         compared(both, "rand-8", evaluated=days)
+
+
+def test_the_base_is_compared_with_every_run(scripts):
+    """It has one run, whose seed is no seed of the training."""
+    rows = made_up_rows()
+    base = rows[(rows["model"] == "control-8") & (rows["seed"] == "0")]
+    rows = pd.concat([rows, base.assign(model="base", kl=base["kl"] * 4)])
+    compared = partial(scripts["records"].compared, rows, "rand-w0.5-8")
+    assert compared(control="base").seeds == ("0", "2")
+    of_control = compared(seeds=["0"]).row("kl", "h2o", 0.1)["ratio"]
+    of_base = compared(control="base", seeds=["0"]).row("kl", "h2o", 0.1)["ratio"]
+    assert of_base == pytest.approx(of_control / 4)
 
 
 def test_unknown_tables_and_models_are_rejected_in_one_line(scripts):

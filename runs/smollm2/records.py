@@ -42,6 +42,8 @@ PRIMARY = {"method": PAPER, "keep_ratio": 0.05, "metric": "kl"}
 """The primary cell of every form: the report's rule, first method, first size, first metric."""
 NUM_PREDICTED = 127  # tokens of a suffix of 128 that the prefix has an influence on
 TOKENS_PER_STEP = 4096
+UNTRAINED = ("base", "adapt-48")
+"""Models without runs: the base, and the adapted one that all runs judged on a day began from."""
 _DENSE = ["nll_dense", "context_gain"]
 
 
@@ -96,6 +98,13 @@ def tokens_of(model: str) -> int:
     return int(model.rsplit("-", 1)[1]) * TOKENS_PER_STEP
 
 
+def _for_every_run(rows: pd.DataFrame, model: str, control: str) -> pd.DataFrame:
+    """The rows, with those of a control without runs repeated for every run of a model."""
+    runs = rows.loc[rows["model"] == model, ["evaluated", "seed"]].drop_duplicates()
+    of_control = rows[rows["model"] == control].drop(columns="seed").merge(runs, on="evaluated")
+    return pd.concat([rows[rows["model"] != control], of_control], ignore_index=True)
+
+
 def compared(
     rows: pd.DataFrame,
     model: str,
@@ -124,6 +133,8 @@ def compared(
     days = evaluated.split("+")
     rows = rows[rows["text"].isin(TEXTS[text]) & rows["evaluated"].isin(days)].assign(text=text)
     names = ", ".join(sorted(set(rows["model"])))
+    if control in UNTRAINED:  # the same for every run
+        rows = _for_every_run(rows, model, control)
     # a run and its control were judged on the same day
     runs = rows["evaluated"] + " " + rows["seed"]
     judged = set(runs[rows["model"] == model]) & set(runs[rows["model"] == control])

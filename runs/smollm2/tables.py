@@ -15,7 +15,7 @@ import argparse
 import re
 import sys
 import textwrap
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import pandas as pd
@@ -25,6 +25,7 @@ from records import (
     METHODS,
     PAPER,
     TEXTS,
+    UNTRAINED,
     Comparison,
     compared,
     method_label,
@@ -76,6 +77,8 @@ EXACT = {
     "attn-reader-w0.3-64": "`attn-reader`, weight .3, on the same",
     "rand-w0.1-64": "Rand, weight .1, on the same",
 }
+ELSEWHERE_DATE = "2026-11-27"
+ELSEWHERE = (*UNTRAINED, "control-64", "rand-w0.1-64")
 PRICES = [("rand-w0.3-48", "rand-48"), ("rand-w0.1-48", "rand-48")]
 PRICES += [("attn-reader-w0.3-64", "attn-reader-64")]
 
@@ -109,6 +112,8 @@ def table(name: str) -> str:
         "controls": controls,
         "price-shares": price_shares,
         "exact": exact,
+        "exact-tech": partial(exact_elsewhere, "tech"),
+        "exact-code": partial(exact_elsewhere, "code"),
     }
     body = special[name]() if name in special else comparison_table(comparison_of(name))
     return f"{body}\n\n(`python runs/smollm2/tables.py {name}`)\n"
@@ -206,26 +211,42 @@ def summary() -> str:
 def controls() -> str:
     """Plain training alone: values of the control after more and more tokens, on books."""
     first = {model: thousands(model) for model in CONTROLS}
-    return values_of(first, FIRST_DATE, (0.05, 0.1, 0.2), "tokens after the adaptation")
+    keeps = (0.05, 0.1, 0.2)
+    return values_of(first, "books", FIRST_DATE, "0", keeps, "tokens after the adaptation")
 
 
 def exact() -> str:
     """Values of each model under the exact method of the paper and the others, on books."""
-    return values_of(EXACT, EXACT_DATE, (0.05, 0.1, 0.2, 0.4), "model")
+    return values_of(EXACT, "books", EXACT_DATE, "0", (0.05, 0.1, 0.2, 0.4), "model")
 
 
-def values_of(models: dict[str, str], evaluated: str, keeps: tuple[float, ...], title: str) -> str:
-    """Means of some models over the windows of books, run 0.
+def exact_elsewhere(text: str) -> str:
+    """The same on other text, for the models of another day, run 1."""
+    models = {name: label for name, label in EXACT.items() if name in ELSEWHERE}
+    return values_of(models, text, ELSEWHERE_DATE, "1", (0.05, 0.1, 0.2, 0.4), "model")
+
+
+def values_of(
+    models: dict[str, str],
+    text: str,
+    evaluated: str,
+    seed: str,
+    keeps: tuple[float, ...],
+    title: str,
+) -> str:
+    """Means of some models over the windows of a text.
 
     Args:
         models: what a row is called, by the model's name.
+        text: what the column has.
         evaluated: date of the code that evaluated.
+        seed: of the runs.
         keeps: shares of the slots.
         title: of the first column.
     """
     rows = all_rows()
-    rows = rows[(rows["text"] == "books") & (rows["evaluated"] == evaluated)]
-    rows = rows[rows["seed"] == "0"]
+    rows = rows[(rows["text"] == text) & (rows["evaluated"] == evaluated)]
+    rows = rows[(rows["seed"] == seed) | rows["model"].isin(UNTRAINED)]
     sizes = " / ".join(f"{100 * keep:.0f}" for keep in keeps)
     labels = [method_label(method, evaluated) for method in METHODS]
     lines = header([title, "dense NLL", "context gain", *(f"KL, {x}, {sizes} %" for x in labels)])
