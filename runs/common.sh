@@ -4,6 +4,10 @@ set -eu
 cd "$(dirname "$0")/.."
 SCALE=${SCALE:-paper}
 OUT=${OUT:-out/runs-$SCALE}
+case $SCALE in
+  paper | small) ;;
+  *) echo "SCALE must be paper or small, not $SCALE" >&2; exit 2 ;;
+esac
 
 if [ "$SCALE" = paper ]; then
   GPUS=${GPUS:-8}

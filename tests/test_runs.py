@@ -1,6 +1,8 @@
 """The scripts in runs/ that compute figures themselves."""
 
 import importlib.util
+import os
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +23,16 @@ def script(name):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def test_a_scale_that_does_not_exist_is_rejected_by_every_script_of_the_paper():
+    for file in sorted(FOLDER.parent.glob("*.sh")):
+        if file.name == "common.sh":
+            continue
+        environment = {**os.environ, "SCALE": "samll"}
+        run = subprocess.run(["sh", file], env=environment, capture_output=True, text=True)
+        assert run.returncode in (1, 2), file.name
+        assert run.stderr == "SCALE must be paper or small, not samll\n", file.name
 
 
 def test_a_suffix_is_the_models_trace_only_where_the_same_model_wrote_the_prefix():
