@@ -90,8 +90,8 @@ def test_every_table_of_every_page_is_what_the_command_prints(scripts):
 
 
 def test_no_ratio_is_marked_whose_interval_holds_1():
-    """As the pages say: a mark needs an interval without the value of no difference. A bound next to
-    it may be printed as 1.000."""
+    """As the pages say: a mark needs an interval without the value of no difference. A bound next
+    to it may be printed as 1.000."""
     cell = re.compile(r"(?:\*\*[.\d]+\*\*|[.\d]+†) \[([-.\d]+), ([-.\d]+)\]")
     num_marked = 0
     for page in sorted((ROOT / "docs" / "results").glob("*.md")):
