@@ -29,10 +29,10 @@ def test_a_scale_that_does_not_exist_is_rejected_by_every_script_of_the_paper():
     for file in sorted(FOLDER.parent.glob("*.sh")):
         if file.name == "common.sh":
             continue
-        environment = {**os.environ, "SCALE": "samll"}
+        environment = {**os.environ, "SCALE": "medium"}
         run = subprocess.run(["sh", file], env=environment, capture_output=True, text=True)
         assert run.returncode in (1, 2), file.name
-        assert run.stderr == "SCALE must be paper or small, not samll\n", file.name
+        assert run.stderr == "SCALE must be paper or small, not medium\n", file.name
 
 
 def test_a_suffix_is_the_models_trace_only_where_the_same_model_wrote_the_prefix():
