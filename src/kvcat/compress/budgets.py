@@ -63,11 +63,10 @@ def error_curves(
 ) -> list[Curve]:
     """An estimate of the squared error of the attention outputs, per head and number of slots.
 
-    A size s uses the first s slots of ``dense.order``. Let P be
-    the dense attention weights of these slots and O the outputs, both multiplied by the queries'
-    weights, and V the slots' values. The estimate is the minimum of |P C - O|^2 + lambda |C - V|^2
-    over C. lambda is ``ridge`` times |P|^2 over the whole prefix, and at least as large as single
-    precision requires.
+    A size s uses the first s slots of ``dense.order``. Let P be the dense attention weights of
+    these slots and O the outputs, both multiplied by the queries' weights, and V the slots' values.
+    The estimate is the minimum of |P C - O|^2 + lambda |C - V|^2 over C. lambda is ``ridge`` times
+    |P|^2 over the whole prefix, and at least as large as single precision requires.
 
     At most 128 supervising queries and 128 of the prefix's own, drawn with a fixed seed, represent
     all queries of their kind. For sizes up to the number of these queries, one factorisation over

@@ -11,7 +11,7 @@ _SEED = 0
 _TINY = 1e-30
 
 
-def order_by_importance(importance: Float[Tensor, "heads keys"]) -> Int[Tensor, "heads keys"]:
+def order_by_importance(importance: Float[Tensor, "*heads keys"]) -> Int[Tensor, "*heads keys"]:
     """The keys with the largest importance first; of equal ones the earlier first."""
     return importance.sort(dim=-1, descending=True, stable=True).indices
 
