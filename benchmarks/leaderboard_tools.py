@@ -1,14 +1,17 @@
 """Tool calls for the leaderboard: right calls by method and size, where a model can call at all."""
 
-import re
+import json
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from named_models import NamedModel
 
+from kvcat.evals.records import method_label, read_config
+from kvcat.options import parse_spec
 from kvcat.report import Results, read_results
 
 METRIC = "exact_match"
@@ -23,20 +26,47 @@ def measure_tool_calls(
     cases: int,
     functions: int,
 ) -> None:
-    """Run ``kvcat eval tools``; each method has a folder, so a new one repeats no other."""
-    keep_options = [f"{keep:g}" for keep in keeps]
+    """Run ``kvcat eval tools`` on each model, once for all methods that no earlier run measured.
+
+    The methods of a run share traces and the answers on the whole cache. Earlier runs go first: one
+    that was stopped continues, and one that is complete does nothing.
+    """
     for model in models:
-        for method in methods:
+        begun = list(map(_methods_of, tool_runs(out, model.label)))
+        known = {method_label(*parse_spec(method)) for run in begun for method in run}
+        added = [spec for spec in methods if method_label(*parse_spec(spec)) not in known]
+        for number, of_run in enumerate([*begun, added] if added else begun):
+            folder = _runs_folder(out, model.label) / str(number)
             command = [sys.executable, "-m", "kvcat", "eval", "tools"]
-            command += [f"{model.label}={model.path}", "--method", method, "--keep", *keep_options]
+            command += [f"{model.label}={model.path}", "--method", *of_run]
+            command += ["--keep", *(f"{keep:g}" for keep in keeps)]
             command += ["--cases", str(cases), "--num-functions", str(functions)]
-            command += ["--out", str(tools_folder(out, model.label, method))]
-            subprocess.run(command, check=True)
+            subprocess.run([*command, "--out", str(folder)], check=True)
 
 
-def tools_folder(out: Path, label: str, method: str) -> Path:
-    """The results folder of a method on a model."""
-    return out / "tools" / label / re.sub(r"[^\w.,=-]", "-", method)
+def tool_runs(out: Path, label: str) -> list[Path]:
+    """The results folders of a model, 0, 1, ..., in the order of their numbers."""
+    return sorted(_runs_folder(out, label).glob("*"), key=lambda folder: int(folder.name))
+
+
+def _runs_folder(out: Path, label: str) -> Path:
+    return out / "tools" / label
+
+
+def _methods_of(run: Path) -> list[str]:
+    """The methods of a results folder, as specifications."""
+    specs = []
+    for method in read_config(run)["methods"]:
+        options = [f"{name}={_as_text(value)}" for name, value in method["options"].items()]
+        specs.append(",".join([method["name"], *options]))
+    return specs
+
+
+def _as_text(value: Any) -> str:
+    """The value of an option as ``parse_spec`` reads it: JSON, or text, with commas in brackets."""
+    if not isinstance(value, str):
+        return json.dumps(value)
+    return f"[{value}]" if "," in value else value
 
 
 def tool_calls_section(
@@ -53,27 +83,27 @@ def tool_calls_section(
         methods: methods by specification, and their names in words.
         keeps: shares of the slots, the columns.
     """
-    folders = {method: tools_folder(out, label, method) for method in methods}
-    measured = {method: folder for method, folder in folders.items() if folder.exists()}
-    if not measured:
+    results = list(map(read_results, tool_runs(out, label)))
+    if not results:
         return "", []
-    head = " | ".join(f"{100 * keep:g} %" for keep in keeps)
-    lines = [f"| slots kept | {head} |", "|---" * (len(keeps) + 1) + "|"]
-    results = [read_results(folder) for folder in measured.values()]
-    for method, of_method in zip(measured, results, strict=True):
-        rows = _right_calls(of_method)
-        figures = rows[~rows["baseline"]].set_index("keep_ratio")["figure"]
-        cells = [f"{figures[keep].text} {figures[keep].interval}" for keep in keeps]
-        lines.append(f"| {methods[method]} | {' | '.join(cells)} |")
     first = results[0]
-    rows = _right_calls(first)
-    dense = rows[rows["method"] == "dense"]["figure"].iloc[0]
+    all_rows = pd.concat(map(_right_calls, results))
+    dense = all_rows[all_rows["method"] == "dense"]["figure"].iloc[0]
     sentence = (
         f"Right calls of a function, per cent, in {first.config['num_examples']} contexts that "
         f"describe several; the dense cache {dense.text} {dense.interval}."
     )
     if any(warning.startswith("Not a result") for warning in first.warnings):
         return f"{sentence} That is too few to compare methods, so there is no table.", []
+    head = " | ".join(f"{100 * keep:g} %" for keep in keeps)
+    lines = [f"| slots kept | {head} |", "|---" * (len(keeps) + 1) + "|"]
+    for spec, name in methods.items():
+        rows = all_rows[all_rows["method"] == method_label(*parse_spec(spec))]
+        if rows.empty:
+            continue
+        figures = rows.set_index("keep_ratio")["figure"]
+        cells = [f"{figures[keep].text} {figures[keep].interval}" for keep in keeps]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return sentence, lines
 
 

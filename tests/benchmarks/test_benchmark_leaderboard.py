@@ -1,9 +1,13 @@
 """The leaderboard: tool calls where the model can call, questions that every method was asked."""
 
 from itertools import product
+from pathlib import Path
+from types import MappingProxyType
 
 import leaderboard
-from leaderboard_tools import tool_calls_section, tools_folder
+import leaderboard_tools
+from leaderboard_tools import tool_calls_section, tool_runs
+from named_models import NamedModel
 
 from kvcat.evals import Record, ResultsFolder
 
@@ -12,15 +16,20 @@ KEEPS = (0.1, 0.4)
 METHODS = {"snapkv": "SnapKV", "kvpress:KVzipPress": "KVzip"}
 
 
-def write_calls(out, method, *, right, dense_right):
+def write_calls(out, method, *, right, dense_right, options=MappingProxyType({})):
     """Results in which the first cases are right: so many of the method, so many of the cache."""
-    folder = tools_folder(out, "model", method)
+    folder = out / "tools" / "model" / str(len(tool_runs(out, "model")))
     config = {
         "evaluation": "tools",
         "dataset": "d",
         "num_examples": CASES,
         "methods": [
-            {"name": method, "options": {}, "num_examples": CASES, "keep_ratios": list(KEEPS)}
+            {
+                "name": method,
+                "options": dict(options),
+                "num_examples": CASES,
+                "keep_ratios": list(KEEPS),
+            }
         ],
     }
     records = []
@@ -49,6 +58,27 @@ def test_right_calls_are_a_row_for_each_measured_method(tmp_path):
     write_calls(tmp_path, "snapkv", right=6, dense_right=24)
     _, lines = tool_calls_section(tmp_path, "model", METHODS, KEEPS)
     assert [line.partition(" [")[0] for line in lines[2:]] == ["| SnapKV | 25.0", "| KVzip | 50.0"]
+
+
+def test_a_new_method_repeats_no_other_and_stopped_runs_continue(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(
+        leaderboard_tools.subprocess, "run", lambda command, check: commands.append(command)
+    )
+    options = {"init": "attention-matching,budgets=equal", "learn_keys": True, "num_steps": 20}
+    spec = "gradient,init=[attention-matching,budgets=equal],learn_keys=true,num_steps=20"
+    write_calls(tmp_path, "gradient", right=6, dense_right=24, options=options)
+    write_calls(tmp_path, "h2o", right=6, dense_right=24)
+    models = [NamedModel("model", "folder")]
+    methods = ["h2o", spec, "snapkv", "tova"]
+    leaderboard_tools.measure_tool_calls(models, methods, KEEPS, tmp_path, cases=24, functions=6)
+    runs = [
+        command[command.index("--method") + 1 : command.index("--keep")] for command in commands
+    ]
+    assert runs == [[spec], ["h2o"], ["snapkv", "tova"]]
+    folders = [Path(command[command.index("--out") + 1]) for command in commands]
+    assert [folder.name for folder in folders] == ["0", "1", "2"]
+    assert all(folder.parent == tmp_path / "tools" / "model" for folder in folders)
 
 
 def test_a_model_that_cannot_call_has_a_sentence_and_no_table(tmp_path):
