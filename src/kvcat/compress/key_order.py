@@ -9,6 +9,8 @@ from kvcat.types import Float, Int, Tensor
 SKETCH_ROWS = 256
 _SEED = 0
 _TINY = 1e-30
+_BLOCK_SIZE = 16
+_CANDIDATES = 64
 
 
 def order_by_importance(importance: Float[Tensor, "*heads keys"]) -> Int[Tensor, "*heads keys"]:
@@ -30,7 +32,10 @@ class KeysByResidual:
     with the ridge r. This is a Cholesky factorisation with diagonal pivoting; r = 0 takes the keys
     as a QR factorisation with column pivoting does, and a large r by importance.
 
-    The columns are those of a sketch (``Sketch``), scaled to the keys' importance.
+    The columns are those of a sketch (``Sketch``), scaled to the keys' importance. Keys are taken
+    in blocks: the next few are chosen among the candidates, the keys with the largest residuals at
+    the beginning of the block, each choice seeing the others. A key outside could only be taken out
+    of turn if all candidates fell below it within a block.
 
     Args:
         ridge: r, larger than 0.
@@ -47,7 +52,7 @@ class KeysByResidual:
     ) -> Int[Tensor, "heads keys"]:
         """All keys of each head, those taken first in front."""
         num_heads, num_rows, num_keys = sketch.shape
-        heads = torch.arange(num_heads, device=sketch.device)
+        heads = torch.arange(num_heads, device=sketch.device).unsqueeze(1)
         of_sketch = sketch.square().sum(1).clamp_min(_TINY)
         scale = (importance / of_sketch).sqrt()
         columns = (sketch * scale.unsqueeze(1)).mT.contiguous()  # (heads, keys, rows)
@@ -55,19 +60,48 @@ class KeysByResidual:
         inverse = torch.eye(num_rows).to(columns).repeat(num_heads, 1, 1)
         residual = (1 + self.ridge) * importance
         num_taken = min(self.num_keys, num_keys)
-        taken = torch.empty(num_heads, num_taken, dtype=torch.long, device=sketch.device)
-        for step in range(num_taken):
-            best = residual.argmax(1)
-            taken[:, step] = best
-            column = columns[heads, best].unsqueeze(2)  # (heads, rows, 1)
-            image = inverse @ column
-            pivot = self.ridge * importance[heads, best] + (column * image).sum((1, 2))
-            image /= pivot.clamp_min(_TINY).sqrt().view(-1, 1, 1)
-            residual -= (columns @ image).squeeze(2).square_()
-            residual[heads, best] = -torch.inf
-            inverse -= image * image.mT
+        taken = torch.empty(num_heads, 0, dtype=torch.long, device=sketch.device)
+        while taken.shape[1] < num_taken:
+            num_left = num_keys - taken.shape[1]
+            candidates = residual.topk(min(_CANDIDATES, num_left), dim=1).indices
+            images = columns[heads, candidates] @ inverse  # (heads, candidates, rows)
+            products = images @ columns[heads, candidates].mT
+            products += torch.diag_embed(self.ridge * importance.gather(1, candidates))
+            block_size = min(_BLOCK_SIZE, num_taken - taken.shape[1])
+            block, factor = _pivoted_cholesky(products, block_size)
+            taken = torch.cat([taken, candidates.gather(1, block)], dim=1)
+            directions = torch.linalg.solve_triangular(factor, images[heads, block], upper=False)
+            residual -= (columns @ directions.mT).square().sum(2)
+            residual.scatter_(1, taken, -torch.inf)
+            inverse -= directions.mT @ directions
         others = order_by_importance(importance.scatter(1, taken, -torch.inf))
         return torch.cat([taken, others[:, : num_keys - num_taken]], dim=1)
+
+
+def _pivoted_cholesky(
+    matrices: Float[Tensor, "heads keys keys"], num_pivots: int
+) -> tuple[Int[Tensor, "heads pivots"], Float[Tensor, "heads pivots pivots"]]:
+    """The first pivots, each the largest left on the diagonal, and their lower triangular factor.
+
+    The product of the factor and its transpose is the part of each matrix that belongs to the
+    pivots.
+    """
+    num_heads, num_keys, _ = matrices.shape
+    heads = torch.arange(num_heads, device=matrices.device)
+    diagonal = matrices.diagonal(dim1=1, dim2=2).clone()
+    pivots = torch.empty(num_heads, num_pivots, dtype=torch.long, device=matrices.device)
+    columns = matrices.new_zeros(num_heads, num_keys, num_pivots)
+    for step in range(num_pivots):
+        pivot = diagonal.argmax(1)
+        pivots[:, step] = pivot
+        explained = columns @ columns[heads, pivot].unsqueeze(2)
+        column = matrices[heads, pivot] - explained.squeeze(2)
+        column /= diagonal[heads, pivot].clamp_min(_TINY).sqrt().unsqueeze(1)
+        columns[:, :, step] = column
+        diagonal -= column.square()
+        diagonal[heads, pivot] = -torch.inf
+    factor = columns[heads.unsqueeze(1), pivots].tril()
+    return pivots, factor
 
 
 @dataclass(frozen=True)
