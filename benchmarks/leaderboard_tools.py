@@ -10,6 +10,7 @@ from typing import Any
 import pandas as pd
 from named_models import NamedModel
 
+from kvcat.errors import InputError
 from kvcat.evals.records import method_label, read_config
 from kvcat.options import parse_spec
 from kvcat.report import Results, read_results
@@ -82,10 +83,17 @@ def tool_calls_section(
         label: label of the model.
         methods: methods by specification, and their names in words.
         keeps: shares of the slots, the columns.
+
+    Raises:
+        InputError: a run was stopped, so that methods would be compared on different contexts.
     """
     results = list(map(read_results, tool_runs(out, label)))
     if not results:
         return "", []
+    for run in results:
+        for warning in run.warnings:
+            if warning.startswith("Incomplete"):
+                raise InputError(f"{run.folder} was stopped: {warning} Run without --only-write.")
     first = results[0]
     all_rows = pd.concat(map(_right_calls, results))
     dense = all_rows[all_rows["method"] == "dense"]["figure"].iloc[0]

@@ -6,9 +6,11 @@ from types import MappingProxyType
 
 import leaderboard
 import leaderboard_tools
+import pytest
 from leaderboard_tools import tool_calls_section, tool_runs
 from named_models import NamedModel
 
+from kvcat.errors import InputError
 from kvcat.evals import Record, ResultsFolder
 
 CASES = 24
@@ -79,6 +81,15 @@ def test_a_new_method_repeats_no_other_and_stopped_runs_continue(tmp_path, monke
     folders = [Path(command[command.index("--out") + 1]) for command in commands]
     assert [folder.name for folder in folders] == ["0", "1", "2"]
     assert all(folder.parent == tmp_path / "tools" / "model" for folder in folders)
+
+
+def test_a_stopped_run_is_no_table(tmp_path):
+    write_calls(tmp_path, "snapkv", right=6, dense_right=24)
+    records = tmp_path / "tools" / "model" / "0" / "records.jsonl"
+    lines = records.read_text().splitlines(keepends=True)
+    records.write_text("".join(lines[:-1]))
+    with pytest.raises(InputError, match="was stopped: Incomplete: model has 23 of 24 examples"):
+        tool_calls_section(tmp_path, "model", METHODS, KEEPS)
 
 
 def test_a_model_that_cannot_call_has_a_sentence_and_no_table(tmp_path):

@@ -58,12 +58,15 @@ def test_keys_are_taken_by_their_residual(ridge):
 def test_blocks_of_candidates_take_the_same_keys(ridge):
     """With several times as many keys as candidates."""
     batch = structured_head(prefix=300, queries=200, dim=8)
-    order = dense_attention(batch, KeysByResidual(ridge, 120)).order[0].tolist()
-    expected = greedy_order(weighted_attention(batch), ridge, 120)
+    double = replace(
+        batch,
+        queries=batch.queries.double(),
+        keys=batch.keys.double(),
+        values=batch.values.double(),
+    )
+    order = dense_attention(double, KeysByResidual(ridge, 120)).order[0].tolist()
+    assert order[:120] == greedy_order(weighted_attention(batch), ridge, 120)[:120]
     assert sorted(order) == list(range(300))
-    for num_keys in (10, 40, 120):
-        common = set(order[:num_keys]) & set(expected[:num_keys])
-        assert len(common) >= 0.95 * num_keys
 
 
 def test_a_large_ridge_takes_the_keys_by_importance():

@@ -33,9 +33,9 @@ class KeysByResidual:
     as a QR factorisation with column pivoting does, and a large r by importance.
 
     The columns are those of a sketch (``Sketch``), scaled to the keys' importance. Keys are taken
-    in blocks: the next few are chosen among the candidates, the keys with the largest residuals at
-    the beginning of the block, each choice seeing the others. A key outside could only be taken out
-    of turn if all candidates fell below it within a block.
+    in blocks: the next 16 are chosen one after another among 64 candidates, the keys with the
+    largest residuals at the beginning of the block. The order differs from one key at a time only
+    where the best candidate left falls below a key that is no candidate.
 
     Args:
         ridge: r, larger than 0.
