@@ -28,7 +28,7 @@ from kvcat.compress.kvpress import (
 )
 from kvcat.errors import InputError
 from kvcat.models import load
-from tiny import stock_model
+from tiny import byte_tokenizer, stock_model
 
 IMPORTED_WITH_KVCAT = "kvpress" in sys.modules
 needs_kvpress = pytest.mark.skipif(
@@ -218,6 +218,44 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots(
 
 
 @needs_kvpress
+@pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress"])
+def test_the_opening_of_the_chat_template_counts_only_in_a_prefix_that_begins_with_it(
+    name, qwen, texts, tmp_path, monkeypatch
+):
+    system = "<system>Be brief.</system>"
+
+    def kept(opening, ids):
+        """The caches of a model whose chat template has an opening before the user's words."""
+        tokenizer = byte_tokenizer()
+        tokenizer.chat_template = opening + "{{ messages[0]['content'] }}</user>"
+        tokenizer.save_pretrained(tmp_path)
+        monkeypatch.setattr(qwen.config, "name_or_path", str(tmp_path))
+        return press(name)(trace(qwen, ids, PREFIX), num_slots=SLOTS)
+
+    plain_caches = [tensors(kept(opening, texts)) for opening in (system, "")]
+    torch.testing.assert_close(*plain_caches, rtol=0, atol=0)
+    opening_ids = torch.tensor([byte_tokenizer().encode(system)])
+    chat = torch.cat([opening_ids, texts[:1]], 1)[:, : texts.shape[1]]
+    other = chat.clone()
+    other[0, 5] += 1
+    # what kvpress drops of its own template: all tokens of the opening after the four sinks
+    num_kept = [
+        sum(
+            (torch.cdist(prefix_keys[0, head, 4 : opening_ids.shape[1]], layer.head(0, head)[0]))
+            .amin(-1)
+            .lt(1e-4)
+            .sum()
+            .item()
+            for layer, prefix_keys in zip(cache.layers, traced.keys, strict=True)
+            for head in range(2)
+        )
+        for ids in (chat, other)
+        for cache, traced in [(kept(system, ids), trace(qwen, ids, PREFIX))]
+    ]
+    assert num_kept[0] == 0 < num_kept[1]
+
+
+@needs_kvpress
 @pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress", "SnapKVPress"])
 def test_several_sizes_at_once_are_those_made_alone(traced, name):
     method = press(name)
@@ -317,6 +355,9 @@ def test_the_suffix_scores_as_in_a_run_of_kvpress(qwen, texts, traced, monkeypat
     _with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
     past = DynamicCache()
     with torch.no_grad(), kvpress_press(stock):
+        if name == "KVzipPress":
+            # the texts are no chats, so that no token of theirs is an opening
+            kvpress_press.prefix_length = 0
         stock.model(input_ids=texts[:1, :PREFIX], **cache_argument(past))
     start = SLOTS if "Rerotation" in name else PREFIX
     steps = []

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
-from transformers import DynamicCache, PreTrainedModel
+from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, Layer, cache_argument, held_factors
@@ -39,6 +39,7 @@ REFUSED = {
 }
 _OLD_NAME = "past_key_values"  # name of a cache before transformers 5.24, and in kvpress
 _CHOOSES_LAST = "compress_post"  # method of presses that hide slots after scoring all layers
+_UNSCORED = "prefix_length"  # attribute of presses: first tokens that they give no score
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
 
@@ -290,6 +291,7 @@ def _press_prefix(
         _set_size(press, sizes[0], trace.prefix_len)
         try:
             with press(model), held_factors(model, trace.rope):
+                _score_all_but_a_chat_opening(press, model, prefix)
                 model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
             if not hidden.by_size:
                 hidden.choose_all(model)
@@ -299,6 +301,31 @@ def _press_prefix(
         if whole_keys is not None:
             whole_keys += cache.whole_keys
         return [_kept(cache, masks, rotation) for masks in hidden.by_size]
+
+
+def _score_all_but_a_chat_opening(press: Any, model: Any, prefix: Tensor) -> None:
+    """Let a press leave out the opening of a chat only if the prefix begins with it.
+
+    KVzip and KVgrad count the tokens of the opening in the model's chat template, and give as many
+    first tokens of any prefix no score. In a text without the template they would drop its
+    beginning at every size.
+    """
+    num_unscored = getattr(press, _UNSCORED, 0)
+    if num_unscored == 0:
+        return
+    opening = _chat_opening(model.config.name_or_path)
+    first_ids = prefix[0, :num_unscored].tolist()
+    if first_ids != opening or prefix.shape[1] == num_unscored:
+        setattr(press, _UNSCORED, 0)
+
+
+def _chat_opening(folder: str) -> list[int]:
+    """The token ids before the first message of a user in the chat template of a tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    message = "dummy context"
+    turn = [{"role": "user", "content": message}]
+    text = tokenizer.apply_chat_template(turn, tokenize=False, enable_thinking=False)
+    return tokenizer.encode(text.partition(message)[0], add_special_tokens=False)
 
 
 class _HiddenSlots:
