@@ -14,6 +14,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from kvcat.attention import attend, attend_reference, reachable
+from kvcat.errors import run_script
 
 SHAPES = [
     (4, 8, 4, 256, 16),
@@ -77,4 +78,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

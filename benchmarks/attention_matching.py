@@ -23,7 +23,7 @@ from peers import method_of
 from windows import Source, choose, encoder
 
 import kvcat
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 
 SUFFIX = 128
 METHODS = (
@@ -139,4 +139,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from kvcat.errors import run_script
 from kvcat.training.checkpoint import Checkpoints
 from kvcat.training.distributed import join_world
 from kvcat.training.optimizer import make_optimizer
@@ -60,4 +61,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

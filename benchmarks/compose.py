@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 
 import kvcat
 from kvcat.compress import Trace
+from kvcat.errors import run_script
 from kvcat.evals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
@@ -131,4 +132,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -43,6 +43,7 @@ import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
+from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, number, shuffled
 from kvcat.evals.longbench import cut_middle
@@ -275,4 +276,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ import torch
 
 import kvcat
 from kvcat.compress import parse_method, seeded_compressor
+from kvcat.errors import run_script
 
 METHODS = (
     "attention-matching",
@@ -67,4 +68,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

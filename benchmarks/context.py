@@ -24,6 +24,7 @@ import torch
 
 import kvcat
 from kvcat.compress import parse_method, seeded_compressor
+from kvcat.errors import run_script
 from kvcat.files import append_jsonl, read_jsonl
 
 METHODS = ("attention-matching", "attention-matching,budgets=equal", "h2o", "snapkv")
@@ -111,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -19,6 +19,7 @@ import kvcat
 from kvcat.corpus import CorpusSettings, compress_corpus
 from kvcat.corpus.storage import LocalStorage
 from kvcat.data import open_documents
+from kvcat.errors import run_script
 
 
 def texts_of(tokenizer, source, num_documents, num_tokens):
@@ -108,4 +109,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

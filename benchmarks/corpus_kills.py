@@ -20,6 +20,7 @@ from pyarrow import parquet
 
 import kvcat
 from corpus import texts_of
+from kvcat.errors import run_script
 
 
 def start(model, corpus, store):
@@ -93,4 +94,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

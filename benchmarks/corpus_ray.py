@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import kvcat
 from corpus import texts_of
+from kvcat.errors import run_script
 
 PORT = 6391
 TOKENS = {"RAY_AUTH_MODE": "token"}  # how Ray protects a cluster that is named by its address
@@ -174,4 +175,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

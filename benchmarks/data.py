@@ -20,6 +20,7 @@ import pyarrow.parquet
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from kvcat.data import TokenLoader, open_tokens, prepare
+from kvcat.errors import run_script
 
 SEQ_LEN = 1024
 STREAMS = 16
@@ -114,4 +115,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

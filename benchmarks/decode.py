@@ -18,6 +18,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel, Qwen2Config, Qwen
 
 import kvcat.attention  # noqa: F401 (registers the attention function)
 from kvcat.cache import CompactCache, CompactLayer, cache_argument, fingerprint
+from kvcat.errors import run_script
 
 NEW = 32
 
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

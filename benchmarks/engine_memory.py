@@ -30,6 +30,7 @@ from windows import add_options, encoder, stored
 import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Compressor, Trace, parse_method, seeded_compressor
+from kvcat.errors import run_script
 from kvcat.files import append_jsonl, read_jsonl
 
 SUFFIX = 256
@@ -179,4 +180,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

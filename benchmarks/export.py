@@ -24,6 +24,7 @@ import kvcat
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace, replay, trace
 from kvcat.data import split_documents
+from kvcat.errors import run_script
 from kvcat.evals import windows_from_documents
 from kvcat.serving.prefix import plain_prefix
 
@@ -110,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

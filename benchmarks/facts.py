@@ -38,7 +38,7 @@ import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import make_compressor
 from kvcat.compress.documents import chat_parts
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, filler_lines, number, shuffled
 from kvcat.files import append_jsonl
@@ -251,4 +251,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

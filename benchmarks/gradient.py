@@ -26,6 +26,7 @@ import kvcat
 from kvcat.cache import cache_argument
 from kvcat.compress import GradientCompression, slots_for, trace
 from kvcat.compress.methods.gradient import SlotTraining
+from kvcat.errors import run_script
 from kvcat.training.log import peak_memory
 
 SHAPES = {
@@ -143,4 +144,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,7 @@ import time
 
 import torch
 
+from kvcat.errors import run_script
 from kvcat.training.log import peak_memory
 from training import SHAPES, held, options, stepper
 
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

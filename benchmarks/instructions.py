@@ -31,6 +31,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.compress import make_compressor, protected_ranges
 from kvcat.compress.documents import document_trace, question_ids
+from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, filler_lines
 from kvcat.files import append_jsonl, read_jsonl
@@ -256,4 +257,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

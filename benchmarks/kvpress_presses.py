@@ -22,7 +22,7 @@ import kvcat
 from kvcat.compress import SCORERS, AttentionMatching, Compressor, Eviction, Trace, compare, trace
 from kvcat.compress.kvpress import REFUSED, KVPress, presses, version
 from kvcat.data import open_documents, split_of
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.evals import windows_from_documents
 
 KEEP = 0.25
@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -39,7 +39,7 @@ import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, trace
 from kvcat.compress.documents import reconstruction_of_tokens
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.files import append_jsonl, atomic_write, read_jsonl
 
@@ -300,4 +300,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

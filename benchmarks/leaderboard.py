@@ -12,8 +12,6 @@ method of another package works here as soon as the package is installed (docs/e
 
 import argparse
 import platform
-import subprocess
-import sys
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +20,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 import torch
 import transformers
-from leaderboard_tools import measure_tool_calls, tool_calls_section
+from leaderboard_tools import measure_tool_calls, run_python, tool_calls_section
 from named_models import add_model_option, parse_models
 from peers import LEARNING, method_of
 from quality import table
@@ -30,6 +28,7 @@ from questions import BASELINES, right, share
 from windows import add_options
 
 import kvcat
+from kvcat.errors import run_script
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 
@@ -86,7 +85,7 @@ def condition_of(method: str) -> str:
 
 def run(script: str, *arguments: str) -> None:
     """Run a benchmark of this folder."""
-    subprocess.run([sys.executable, str(FOLDER / script), *arguments], check=True)
+    run_python(str(FOLDER / script), *arguments)
 
 
 def of_documents(records: list[dict]) -> list[dict]:
@@ -359,4 +358,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -38,11 +38,18 @@ def measure_tool_calls(
         added = [spec for spec in methods if method_label(*parse_spec(spec)) not in known]
         for number, of_run in enumerate([*begun, added] if added else begun):
             folder = _runs_folder(out, model.label) / str(number)
-            command = [sys.executable, "-m", "kvcat", "eval", "tools"]
+            command = ["-m", "kvcat", "eval", "tools"]
             command += [f"{model.label}={model.path}", "--method", *of_run]
             command += ["--keep", *(f"{keep:g}" for keep in keeps)]
             command += ["--cases", str(cases), "--num-functions", str(functions)]
-            subprocess.run([*command, "--out", str(folder)], check=True)
+            run_python(*command, "--out", str(folder))
+
+
+def run_python(*arguments: str) -> None:
+    """Run Python with these arguments; where it fails, it has said why, and this program ends."""
+    code = subprocess.run([sys.executable, *arguments], check=False).returncode
+    if code:
+        sys.exit(code)
 
 
 def tool_runs(out: Path, label: str) -> list[Path]:

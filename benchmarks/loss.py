@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import torch
 
+from kvcat.errors import run_script
 from kvcat.losses import OutputHead, chunked_objective, distillation_kl, next_token_loss
 from kvcat.training.log import peak_memory
 
@@ -142,4 +143,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

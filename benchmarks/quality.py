@@ -17,6 +17,7 @@ with other models or methods adds them.
 """
 
 import argparse
+import math
 import platform
 import time
 from collections.abc import Iterable, Iterator
@@ -34,6 +35,7 @@ from windows import Window, add_options, encoder, stored
 from kvcat.compress import Trace, split_supervision, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction_of_tokens
+from kvcat.errors import run_script
 from kvcat.evals.intervals import ClusterBootstrap, Estimate
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
@@ -173,7 +175,9 @@ def table(records: Iterable[dict]) -> pd.DataFrame:
 
 
 def written(estimate: Estimate) -> str:
-    """A figure that is never negative, with its interval."""
+    """A figure that is never negative, with its interval, which one document alone does not have."""
+    if math.isnan(estimate.low):
+        return f"{estimate.value:.3g} (no interval)"
     return f"{estimate.value:.3g} [{max(0.0, estimate.low):.2g}, {estimate.high:.2g}]"
 
 
@@ -348,4 +352,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

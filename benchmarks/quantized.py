@@ -34,6 +34,7 @@ from windows import Window, add_options, encoder, stored
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress import Compressor, Trace, make_compressor, parse_method
 from kvcat.compress.compare import replay_hidden
+from kvcat.errors import run_script
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.evals.shares import share
 from kvcat.files import append_jsonl
@@ -388,4 +389,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

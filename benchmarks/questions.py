@@ -38,6 +38,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
+from kvcat.errors import run_script
 from kvcat.evals import shares
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
@@ -320,4 +321,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import kvcat
 from kvcat.compress import make_compressor
+from kvcat.errors import run_script
 from kvcat.serving.answers import Sampling
 from kvcat.serving.batches import BatchQuestion, answer_batch
 
@@ -78,4 +79,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

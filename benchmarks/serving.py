@@ -36,6 +36,7 @@ import torch
 
 import kvcat
 from kvcat.compress.documents import chat_parts, document_trace, question_ids
+from kvcat.errors import run_script
 from kvcat.files import append_jsonl
 from kvcat.hub import local_folder
 from kvcat.models import save
@@ -354,4 +355,4 @@ def vllm(options, model, tokenizer, texts):
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,7 +34,7 @@ from kvcat import Session
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import AttentionMatching, Trace
 from kvcat.compress.kept_queries import no_queries
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
 
@@ -207,4 +207,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import torch
 
+from kvcat.errors import run_script
+
 WARM = 3
 
 
@@ -127,4 +129,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -22,6 +22,7 @@ from pathlib import Path
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+from kvcat.errors import run_script
 from kvcat.models import load
 from kvcat.training.config import TrainConfig
 from kvcat.training.log import peak_memory
@@ -205,4 +206,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 
 import kvcat
 from kvcat.data import open_tokens
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.files import (
     append_jsonl,
     atomic_write,
@@ -312,4 +312,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.files import read_json, write_json
 from kvcat.losses import chunked_objective
 from kvcat.models import hidden_states
@@ -201,4 +201,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

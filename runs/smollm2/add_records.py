@@ -15,7 +15,7 @@ from pathlib import Path
 import pandas as pd
 from records import FILE, read
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.evals import Record
 from kvcat.evals.records import read_config, read_records
 
@@ -99,4 +99,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, run_script
 from kvcat.files import atomic_write
 
 LEAST_CHARACTERS = 4000
@@ -64,4 +64,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -26,6 +26,7 @@ from tqdm import tqdm
 
 import kvcat
 from kvcat.data import split_documents
+from kvcat.errors import run_script
 from kvcat.training import TrainConfig
 from kvcat.training.objective import Objective
 
@@ -123,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 import kvcat
 from kvcat.compress.base import received_mass
 from kvcat.data import split_documents
+from kvcat.errors import run_script
 from kvcat.files import read_json
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
@@ -118,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -16,6 +16,7 @@ from matplotlib.figure import Figure
 from records import DEFAULT, Comparison, tokens_of
 from tables import SUMMARY, comparison_of, thousands
 
+from kvcat.errors import run_script
 from kvcat.report.plots import COLOURS, MARKERS, STYLE
 
 METHODS = {DEFAULT: "caches of Attention Matching (our default)", "h2o": "caches of H2O (eviction)"}
@@ -161,4 +162,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -34,6 +34,7 @@ from records import (
     tokens_of,
 )
 
+from kvcat.errors import run_script
 from kvcat.evals import ClusterBootstrap, Estimate
 from kvcat.report.figures import Figure, difference_figure, keep_label, ratio_figure
 
@@ -314,4 +315,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -32,6 +32,7 @@ from transformers import PreTrainedModel
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import Trace, make_compressor
+from kvcat.errors import run_script
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.evals.suffix import Window, make_task
 from kvcat.models import capture
@@ -231,4 +232,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

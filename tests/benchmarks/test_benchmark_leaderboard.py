@@ -64,9 +64,7 @@ def test_right_calls_are_a_row_for_each_measured_method(tmp_path):
 
 def test_a_new_method_repeats_no_other_and_stopped_runs_continue(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(
-        leaderboard_tools.subprocess, "run", lambda command, check: commands.append(command)
-    )
+    monkeypatch.setattr(leaderboard_tools, "run_python", lambda *command: commands.append(command))
     options = {"init": "attention-matching,budgets=equal", "learn_keys": True, "num_steps": 20}
     spec = "gradient,init=[attention-matching,budgets=equal],learn_keys=true,num_steps=20"
     write_calls(tmp_path, "gradient", right=6, dense_right=24, options=options)
@@ -75,7 +73,7 @@ def test_a_new_method_repeats_no_other_and_stopped_runs_continue(tmp_path, monke
     methods = ["h2o", spec, "snapkv", "tova"]
     leaderboard_tools.measure_tool_calls(models, methods, KEEPS, tmp_path, cases=24, functions=6)
     runs = [
-        command[command.index("--method") + 1 : command.index("--keep")] for command in commands
+        [*command[command.index("--method") + 1 : command.index("--keep")]] for command in commands
     ]
     assert runs == [[spec], ["h2o"], ["snapkv", "tova"]]
     folders = [Path(command[command.index("--out") + 1]) for command in commands]

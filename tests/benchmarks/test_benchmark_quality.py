@@ -8,8 +8,9 @@ import pytest
 import quality
 import questions
 from named_models import NamedModel, parse_models
-from quality import makes_cache, report, report_kinds, table
+from quality import makes_cache, report, report_kinds, table, written
 
+from kvcat.evals.intervals import ClusterBootstrap
 from tiny import refusal
 
 
@@ -38,6 +39,13 @@ def test_a_report_has_means_ratios_and_the_windows_on_which_a_method_is_ahead(ca
     # (2 + 1 + 1.5 + 2) / (1 + 2 + 3 + 4)
     assert second.count("| 0.65 [") == 2
     assert second.count("], 3/4 |") == 2
+
+
+def test_one_document_has_no_interval():
+    one = ClusterBootstrap(["a", "a"]).mean(np.array([1.0, 3.0]))
+    assert written(one) == "2 (no interval)"
+    two = ClusterBootstrap(["a", "b"]).mean(np.array([1.0, 3.0]))
+    assert written(two).startswith("2 [")
 
 
 def test_a_document_alone_counts_both_halves():
