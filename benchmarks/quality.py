@@ -175,7 +175,7 @@ def table(records: Iterable[dict]) -> pd.DataFrame:
 
 
 def written(estimate: Estimate) -> str:
-    """A figure that is never negative, with its interval, which one document alone does not have."""
+    """A figure that is never negative, with its interval, which one document does not have."""
     if math.isnan(estimate.low):
         return f"{estimate.value:.3g} (no interval)"
     return f"{estimate.value:.3g} [{max(0.0, estimate.low):.2g}, {estimate.high:.2g}]"
