@@ -141,7 +141,8 @@ def others(
             yield name, make_compressor(name)(trace, num_slots=min(slots, len(ids)))
     if "truncated" not in wanted:
         return
-    head = len(talk.tokenizer.encode(chat_parts(talk.tokenizer)[0]))
+    opening, _, _ = chat_parts(talk.tokenizer)
+    head = len(talk.tokenizer.encode(opening, add_special_tokens=False))
     last = ids[max(head, head + len(ids) - slots) :]
     cut = torch.cat([ids[:head], last]).unsqueeze(0)
     yield "truncated", kvcat.trace(model, cut, supervision="self").dense_cache()

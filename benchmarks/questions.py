@@ -95,12 +95,18 @@ class Document:
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: KINDS[self.kind]]]
 
     @cached_property
+    def head(self) -> list[int]:
+        """Token ids of the chat template's opening; its control tokens are not text."""
+        opening, _, _ = chat_parts(self.tokenizer)
+        return self.tokenizer.encode(opening, add_special_tokens=False)
+
+    @cached_property
     def ids(self) -> list[int]:
         """Token ids: the opening of the chat template, neutral lines with the facts between
         them."""
         draw = draws(self.seed, "text", self.kind, self.length, self.index)
         pieces = Pieces(self.tokenizer)
-        head = pieces(chat_parts(self.tokenizer)[0])
+        head = self.head
         fact_lines = [f"{LINE.format(name)} {code}.\n" for name, code in shuffled(draw, self.facts)]
         num_tokens = self.length - len(head)
         lines = pieces.fitting(
@@ -134,7 +140,7 @@ class Document:
 
     def answers(self, cache: CompactCache | None) -> list[str]:
         """Greedy answers to all questions, after a cache or alone."""
-        head = [] if cache is not None else self.tokenizer.encode(chat_parts(self.tokenizer)[0])
+        head = [] if cache is not None else self.head
         questions = [[*head, *self.encode(LINE.format(name))] for name, _ in self.facts]
         answers = greedy_answers(self.model, cache, questions, DIGITS + 2)
         return [self.tokenizer.decode(tokens) for tokens in answers]
@@ -142,7 +148,7 @@ class Document:
     def truncated(self, keep: float) -> CompactCache:
         """The dense cache of as many tokens as a budget has slots: the template's opening and both
         ends of the text."""
-        head = len(self.tokenizer.encode(chat_parts(self.tokenizer)[0]))
+        head = len(self.head)
         room = max(2, slots_for(self.length, keep, None) - head)
         ids = torch.tensor([[*self.ids[:head], *cut_middle(self.ids[head:], room)]])
         return trace(self.model, ids, supervision="self").dense_cache()
