@@ -28,7 +28,7 @@ from kvcat.compress.kvpress import (
 )
 from kvcat.errors import InputError
 from kvcat.models import load
-from tiny import byte_tokenizer, stock_model
+from tiny import byte_tokenizer, loud_model, stock_model
 
 IMPORTED_WITH_KVCAT = "kvpress" in sys.modules
 needs_kvpress = pytest.mark.skipif(
@@ -253,6 +253,46 @@ def test_the_opening_of_the_chat_template_counts_only_in_a_prefix_that_begins_wi
         for cache, traced in [(kept(system, ids), trace(qwen, ids, PREFIX))]
     ]
     assert num_kept[0] == 0 < num_kept[1]
+
+
+@needs_kvpress
+@pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress"])
+def test_a_repetition_of_the_prefix_has_the_rotary_factors_of_the_prefix(name, tmp_path):
+    """One of two models has its short factors at every length; the repetition is beyond the
+    border."""
+    byte_tokenizer(chat=False).save_pretrained(tmp_path)
+    ids = torch.randint(3, 250, (1, 48), generator=torch.Generator().manual_seed(0))
+    short = [1.0, 1.0, 1.0, 1.0]
+
+    def kept(long):
+        rope = {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "short_factor": short,
+            "long_factor": long,
+        }
+        sizes = {"vocab_size": 300, "pad_token_id": 0, "max_position_embeddings": 256}
+        border = {"original_max_position_embeddings": 64}
+        model = loud_model("phi3", rope_parameters={**rope, **border}, **border, **sizes)
+        model.config.name_or_path = str(tmp_path)
+        return tensors(press(name)(trace(model, ids, supervision="self"), num_slots=12))
+
+    torch.testing.assert_close(kept([8.0, 9.0, 10.0, 12.0]), kept(short), rtol=0, atol=0)
+
+
+@needs_kvpress
+@pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress", "KVComposePress"])
+def test_a_repetition_of_the_prefix_beyond_the_models_positions_is_rejected(name, tmp_path):
+    byte_tokenizer(chat=False).save_pretrained(tmp_path)
+    model = loud_model(vocab_size=300, max_position_embeddings=96)
+    model.config.name_or_path = str(tmp_path)
+    attention = model.config._attn_implementation
+    ids = torch.arange(3, 67).unsqueeze(0)
+    message = f"{name} on a prefix of 64 tokens: it repeats .* exceed the 96 positions of the model"
+    with pytest.raises(InputError, match=message):
+        press(name)(trace(model, ids, supervision="self"), num_slots=SLOTS)
+    trace(model, ids, supervision="self")
+    assert model.config._attn_implementation in (attention, "kvcat")
 
 
 @needs_kvpress

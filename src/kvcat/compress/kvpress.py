@@ -5,6 +5,7 @@ kvpress is imported when the first press is made. Its changes to transformers ar
 
 import importlib
 import importlib.metadata
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from kvcat.compress.protected_presses import KeptHeads, Pressed, press_with_prot
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
-from kvcat.models import frozen
+from kvcat.models import frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Tensor
 
@@ -290,7 +291,8 @@ def _press_prefix(
         setattr(press, _CHOOSES_LAST, hidden.choose_all)
         _set_size(press, sizes[0], trace.prefix_len)
         try:
-            with press(model), held_factors(model, trace.rope):
+            # some presses run the model again when their block ends
+            with held_factors(model, trace.rope), press(model):
                 _score_all_but_a_chat_opening(press, model, prefix)
                 model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
             if not hidden.by_size:
@@ -410,8 +412,9 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
     """
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     names_before = [set(vars(module)) | set(module._modules) for module in modules]
+    with_position = partial(_with_cache_position, num_positions=positions_of(model.config))
     hooks = [
-        attention.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
+        attention.register_forward_pre_hook(with_position, with_kwargs=True)
         for attention in attentions
     ]
     hooks += _with_old_names(model, attentions)
@@ -430,7 +433,8 @@ def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Itera
         model.config.name_or_path = label
         if lacks_head_dim:
             del model.config.head_dim
-        if eager:
+        # a press that fails may leave the attention that it needs
+        if model.config._attn_implementation != implementation:
             model.set_attn_implementation(implementation)
         for hook in hooks:
             hook.remove()
@@ -475,9 +479,15 @@ def _renamed(kwargs: dict[str, Any], before: str, after: str) -> dict[str, Any]:
 
 
 def _with_cache_position(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_positions: int = sys.maxsize
 ) -> tuple[Any, dict[str, Any]]:
     states = kwargs["hidden_states"]
     start = kwargs[CACHE_NAME].get_seq_length(module.layer_idx)
-    positions = torch.arange(start, start + states.shape[1], device=states.device)
+    stop = start + states.shape[1]
+    if stop > num_positions:
+        raise InputError(
+            f"it repeats the prefix after itself, and {stop} tokens exceed the {num_positions} "
+            "positions of the model"
+        )
+    positions = torch.arange(start, stop, device=states.device)
     return args, {"cache_position": positions, **kwargs}
