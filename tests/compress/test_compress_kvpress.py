@@ -296,6 +296,35 @@ def test_a_repetition_of_the_prefix_beyond_the_models_positions_is_rejected(name
 
 
 @needs_kvpress
+@pytest.mark.parametrize(
+    ("kind", "options", "is_moved"),
+    [
+        ("granite", {"attention_multiplier": 0.02}, True),  # another scale
+        ("olmo2", {}, False),  # norms
+        ("cohere", {}, False),  # a rotation of neighbouring channels
+        ("smollm3", {"num_hidden_layers": 4}, False),  # a layer without positions
+    ],
+)
+def test_a_press_that_computes_other_queries_than_the_model_is_rejected(kind, options, is_moved):
+    model = loud_model(kind, std=0.12, pad_token_id=0, **options)
+    traced = trace(model, torch.arange(3, 67).unsqueeze(0), 40)
+    for name in ("TOVAPress", "NonCausalAttnPress", "AdaKVPress+ExpectedAttentionPress"):
+        with pytest.raises(InputError, match="kvpress computes other queries and keys, or scores"):
+            KVPress(name)(traced, num_slots=12)
+    for name in ("KnormPress", "ObservedAttentionPress"):
+        assert KVPress(name)(traced, num_slots=12).mean_slots == 12
+    moving = KVPress("KeyRerotationPress+StreamingLLMPress")
+    if is_moved:
+        assert moving(traced, num_slots=12).mean_slots == 12
+    else:
+        with pytest.raises(InputError, match="KeyRerotationPress on a prefix of 40 tokens"):
+            moving(traced, num_slots=12)
+    snapkv = importlib.import_module("kvpress.presses.snapkv_press")
+    kvpress_utils = importlib.import_module("kvpress.utils")
+    assert snapkv.get_prerope_query_states is kvpress_utils.get_prerope_query_states
+
+
+@needs_kvpress
 @pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress", "SnapKVPress"])
 def test_several_sizes_at_once_are_those_made_alone(traced, name):
     method = press(name)

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, Layer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
+from kvcat.compress.press_queries import checked_queries
 from kvcat.compress.protected_presses import KeptHeads, Pressed, press_with_protected
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -279,6 +280,7 @@ def _press_prefix(
         # some presses draw from the global random state: make the draws depend only on the example,
         # and restore the state
         torch.random.fork_rng(devices),
+        checked_queries(model, attentions),
         _as_kvpress_expects(model, attentions, is_eager),
     ):
         torch.manual_seed(example_generators(trace, 0)[example].initial_seed())
