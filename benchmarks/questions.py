@@ -58,6 +58,8 @@ LINE = "The phone number of {} is"
 QUESTION = "What does the text say?"
 DIGITS = 5
 EXAMPLES = 8
+# of the documents; 1 spelled the control tokens of the chat template as text
+VERSION = 2
 CONDITIONS = (
     "attention-matching@self",
     "attention-matching@reconstruction",
@@ -85,8 +87,8 @@ class Document:
 
     @property
     def name(self) -> str:
-        """The document's name in records."""
-        return f"{self.kind}-{self.length}-{self.seed}-{self.index}"
+        """The document's name in records; those of documents of another version do not mix."""
+        return f"{self.kind}-{self.length}-{self.seed}-{self.index}-v{VERSION}"
 
     @cached_property
     def facts(self) -> list[tuple[str, str]]:
@@ -129,7 +131,8 @@ class Document:
         if supervision == "self":
             return trace(self.model, ids, supervision="self")
         if supervision == "reconstruction":
-            return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids))
+            # as `kvcat compress --chat`: the second copy is without the template's opening
+            return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids, self.head))
         facts = self.facts
         if supervision == "examples":
             draw = draws(self.seed, "examples", self.kind, self.length, self.index)
