@@ -122,8 +122,8 @@ class AttentionMatching(_Options):
             later text. None: 1 with a repetition of the document, 2 with other text.
         key_ridge: None keeps the keys with the largest importance. A number takes them one after
             another, the next one being that with the largest importance beyond what the keys
-            before explain, with this ridge (``KeysByResidual``): with 0.1 KL is a tenth to a
-            fifth lower at 10 % of the slots, in one and a half times the seconds.
+            before explain, with this ridge (``KeysByResidual``): with 0.1 KL is 4 to 10 % lower at
+            10 % of the slots, in one and a half times the seconds.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
