@@ -3,7 +3,9 @@
 import gguf
 
 
-def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None):
+def write_gguf(
+    model, path, words=(), *, settings=None, tensors=None, name=None, merges=("a b",), tokens=None
+):
     """A Llama, Qwen2 or Qwen3 in float32, as llama.cpp's converter writes it; the last word ends
     texts.
 
@@ -12,6 +14,8 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
             the model.
         tensors: further tensors by name.
         name: of the model, in the metadata.
+        merges: of the words.
+        tokens: further metadata of the tokenizer by key; they replace those of the words.
     """
     config = model.config
     writer = gguf.GGUFWriter(path, config.model_type)
@@ -29,10 +33,12 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
         ("rope_freq_base", config.rope_parameters["rope_theta"]),
         ("layer_norm_rms_eps", config.rms_norm_eps),
         ("vocab_size", config.vocab_size),
-        ("tokenizer_model", "gpt2" if words else "no_vocab"),
     ):
         getattr(writer, f"add_{field}")(value)
-    for key, value in (settings or {}).items():
+    further = {f"{config.model_type}.{key}": value for key, value in (settings or {}).items()}
+    of_tokens = {"model": "gpt2" if words else "no_vocab"} | (tokens or {})
+    further |= {f"tokenizer.ggml.{key}": value for key, value in of_tokens.items()}
+    for key, value in further.items():
         add = {
             str: writer.add_string,
             bool: writer.add_bool,
@@ -40,7 +46,7 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
             float: writer.add_float32,
             list: writer.add_array,
         }
-        add[type(value)](f"{config.model_type}.{key}", value)
+        add[type(value)](key, value)
     if name:
         writer.add_name(name)
     for key, values in (tensors or {}).items():
@@ -48,7 +54,7 @@ def write_gguf(model, path, words=(), *, settings=None, tensors=None, name=None)
     if words:
         writer.add_token_list(words)
         writer.add_token_types([1] * len(words))
-        writer.add_token_merges(["a b"])
+        writer.add_token_merges(list(merges))
         writer.add_eos_token_id(len(words) - 1)
     architecture = getattr(gguf.MODEL_ARCH, config.model_type.upper())
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)

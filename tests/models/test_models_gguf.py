@@ -6,9 +6,10 @@ import re
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from gguf_files import write_gguf
-from kvcat.models import load, read_config, save
+from kvcat.models import load, load_tokenizer, read_config, save
 from kvcat.serving.llama_cpp import LlamaCpp
 from tiny import loud_model, refusal
 
@@ -222,3 +223,42 @@ def test_rotary_factors_of_an_architecture_that_does_not_read_them_are_rejected(
     assert "not use, for example rope_freqs.weight" in refusal(
         load, tmp_path / "m.gguf", tokenizer=False
     )
+
+
+WORDS = ["a", "b", "Ġ", "1", "2", "12", "ĠĠ", "<s>", "<e>"]
+
+
+def encoded(path, text, **tokens):
+    """A text in the tokens of a tokenizer with these settings, and again after it was saved."""
+    merges = ["Ġ Ġ", "1 2"]
+    model = model_of("llama", vocab_size=len(WORDS))
+    write_gguf(model, path, WORDS, merges=merges, tokens={"bos_token_id": 7, **tokens})
+    tokenizer = load_tokenizer(path)
+    tokenizer.save_pretrained(path.parent / "saved")
+    saved = AutoTokenizer.from_pretrained(path.parent / "saved")
+    assert saved.encode(text) == tokenizer.encode(text)
+    return tokenizer.convert_ids_to_tokens(tokenizer.encode(text))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    [
+        ({}, ["a", "Ġ", "Ġ", "12"]),
+        ({"pre": "gpt-2"}, ["a", "Ġ", "Ġ", "12"]),
+        # as llama_tokenize gives it for the file of SmolLM2
+        ({"pre": "smollm"}, ["a", "ĠĠ", "1", "2"]),
+        ({"pre": "llama-bpe"}, ["<s>", "a", "Ġ", "Ġ", "12"]),
+        ({"pre": "llama-bpe", "add_bos_token": False}, ["a", "Ġ", "Ġ", "12"]),
+        ({"add_bos_token": True}, ["<s>", "a", "Ġ", "Ġ", "12"]),
+        ({"pre": "gpt-2", "add_bos_token": True}, ["<s>", "a", "Ġ", "Ġ", "12"]),
+    ],
+)
+def test_texts_are_split_and_begin_as_the_file_says(tokens, expected, tmp_path):
+    assert encoded(tmp_path / "m.gguf", "a  12", **tokens) == expected
+
+
+def test_a_split_or_a_beginning_that_is_not_supported_is_rejected_by_name(tmp_path):
+    message = refusal(encoded, tmp_path / "m.gguf", "a", pre="strange")
+    assert "splits texts as 'strange' (tokenizer.ggml.pre)" in message
+    message = refusal(encoded, tmp_path / "m.gguf", "a", model="llama", add_space_prefix=False)
+    assert "tokenizer.ggml.add_space_prefix" in message

@@ -82,7 +82,7 @@ class _Header:
     path: Path
     architecture: str
     settings: Mapping[str, Any]  # KEY of "ARCHITECTURE.KEY"
-    tokens: Mapping[str, Any]  # KEY of "tokenizer.ggml.KEY", numbers only
+    tokens: Mapping[str, Any]  # KEY of "tokenizer.ggml.KEY", without lists
     shapes: Mapping[str, tuple[int, ...]]  # torch's order
     rope_tensors: Mapping[str, list[float]]  # numbers of the rotary factors that llama.cpp reads
 
@@ -106,6 +106,13 @@ def check_gguf_reader(name: str | Path) -> None:
     """Raise ``InputError`` if the package that reads .gguf files is missing."""
     if find_spec("gguf") is None:
         raise InputError(f"{name} is in a GGUF file: pip install 'kvcat[gguf]' to read it")
+
+
+def tokenizer_settings(path: Path) -> Mapping[str, Any]:
+    """The settings of the tokenizer in a .gguf file, without its vocabulary: KEY of
+    "tokenizer.ggml.KEY".
+    """
+    return _read_header(path).tokens
 
 
 def gguf_config(path: Path) -> PreTrainedConfig:

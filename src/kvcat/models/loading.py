@@ -25,9 +25,10 @@ from transformers.utils import logging
 
 from kvcat.cache import check_no_adapters
 from kvcat.errors import InputError, one_line
-from kvcat.files import atomic_write, check_new_folder, make_folder, read_json
+from kvcat.files import atomic_write, check_new_folder, make_folder, read_json, write_json
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
+from kvcat.models.gguf_tokenizer import follow_gguf_settings
 from kvcat.models.self_test import self_test
 from kvcat.models.unused_weights import check_weights
 
@@ -84,7 +85,8 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     The weights are neither fetched nor read.
 
     Raises:
-        InputError: no such model, or no tokenizer that transformers can load.
+        InputError: no such model, no tokenizer that transformers can load, or a .gguf file whose
+            tokenizer splits or begins texts in a way that is not supported.
     """
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
@@ -97,7 +99,10 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
             "tokenizer=False"
         )
     with _quiet():
-        return _read(path, AutoTokenizer, "load the tokenizer of")
+        tokenizer = _read(path, AutoTokenizer, "load the tokenizer of")
+    if path.is_file():
+        follow_gguf_settings(tokenizer, path)
+    return tokenizer
 
 
 def read_config(name_or_path: str | Path) -> PreTrainedConfig:
@@ -151,6 +156,7 @@ def get(name: str) -> Path:
         raise InputError(f"no model {name!r} to get: choose from {SMOLLM2}")
     target = models_home() / name
     if target.is_dir():
+        _split_digits(target / "tokenizer.json")
         return target
     check_gguf_reader(name)
     make_folder(target.parent)
@@ -167,6 +173,16 @@ def get(name: str) -> Path:
             save(model, tokenizer, partial)
             shutil.copy(licence, partial / "LICENSE")
     return target
+
+
+def _split_digits(path: Path) -> None:
+    """Let a tokenizer of SmolLM2 that was saved before 2026-11-27 split texts at every digit."""
+    settings = read_json(path)
+    by_bytes = settings["pre_tokenizer"]
+    if by_bytes["type"] == "ByteLevel":
+        digits = {"type": "Digits", "individual_digits": True}
+        settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, by_bytes]}
+        write_json(path, settings)
 
 
 def _fetch(requirement: str, sha256: str, folder: Path) -> Path:
