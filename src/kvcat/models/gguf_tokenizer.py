@@ -22,9 +22,9 @@ _BEGIN_WITH_BOS = (
 def follow_gguf_settings(tokenizer: Any, path: Path) -> None:
     """Let a tokenizer split and begin texts as its GGUF file says.
 
-    transformers splits texts as GPT-2 does where it does not know ``tokenizer.ggml.pre``. Before
-    5.20 it ignored ``add_bos_token``, and where a file lacks it, byte-level texts have no BOS; in
-    llama.cpp they have one for some kinds of split.
+    transformers splits texts as GPT-2 does where it does not know ``tokenizer.ggml.pre``, and 5.19
+    ignores ``add_bos_token``. Where a file lacks this, byte-level texts have no BOS; in llama.cpp
+    they have one for some kinds of split.
 
     Raises:
         InputError: a kind of split that neither transformers nor kvcat knows, or a text without
