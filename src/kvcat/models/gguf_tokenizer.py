@@ -1,4 +1,4 @@
-"""Settings of a GGUF file's tokenizer that transformers passes over without a word."""
+"""Settings of a GGUF file's tokenizer that transformers ignores."""
 
 from importlib import import_module
 from pathlib import Path
