@@ -4,7 +4,7 @@ r"""Answer questions about documents in llama.cpp from packed caches; the model 
         --method attention-matching,budgets=equal -o equal.safetensors
     kvcat widen smollm2-135m --head-dim 72 -o wide.gguf
     kvcat pack smollm2-135m --cache equal.safetensors --head-dim 72 -o minutes
-    echo "minutes: Where is the next meeting?" |
+    echo "minutes: Where is the next meeting held?" |
         python examples/serve_llama_cpp.py smollm2-135m wide.gguf minutes
 
 Each line of standard input names a document and asks a question.
