@@ -19,13 +19,12 @@ from kvcat.compress.base import received_mass
 from kvcat.compress.kvpress import (
     KVPress,
     _press_prefix,
-    _with_cache_position,
-    _with_old_names,
     library,
     presses,
     removed_fraction,
     version,
 )
+from kvcat.compress.press_arguments import with_cache_position, with_old_names
 from kvcat.errors import InputError
 from kvcat.models import load
 from tiny import byte_tokenizer, loud_model, stock_model
@@ -420,8 +419,8 @@ def test_the_suffix_scores_as_in_a_run_of_kvpress(qwen, texts, traced, monkeypat
         kvpress.attention_patch.attention_patch(ALL_ATTENTION_FUNCTIONS["sdpa"]),
     )
     for layer in stock.model.layers:
-        layer.self_attn.register_forward_pre_hook(_with_cache_position, with_kwargs=True)
-    _with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
+        layer.self_attn.register_forward_pre_hook(with_cache_position, with_kwargs=True)
+    with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
     past = DynamicCache()
     with torch.no_grad(), kvpress_press(stock):
         if name == "KVzipPress":

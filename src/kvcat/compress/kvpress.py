@@ -5,28 +5,24 @@ kvpress is imported when the first press is made. Its changes to transformers ar
 
 import importlib
 import importlib.metadata
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CACHE_NAME, CompactCache, CompactLayer, Layer, cache_argument, held_factors
+from kvcat.cache import CompactCache, CompactLayer, Layer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
+from kvcat.compress.press_arguments import as_kvpress_expects
 from kvcat.compress.press_queries import checked_queries
 from kvcat.compress.protected_presses import KeptHeads, Pressed, press_with_protected
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
-from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
-from kvcat.models import frozen, positions_of
+from kvcat.models import frozen
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Tensor
 
@@ -39,7 +35,6 @@ REFUSED = {
     "FinchPress": "it needs a delimiter token between text and question",
     "ThinKPress": "it zeroes channels of the keys and removes no slots",
 }
-_OLD_NAME = "past_key_values"  # name of a cache before transformers 5.24, and in kvpress
 _CHOOSES_LAST = "compress_post"  # method of presses that hide slots after scoring all layers
 _UNSCORED = "prefix_length"  # attribute of presses: first tokens that they give no score
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
@@ -281,7 +276,7 @@ def _press_prefix(
         # and restore the state
         torch.random.fork_rng(devices),
         checked_queries(model, attentions),
-        _as_kvpress_expects(model, attentions, is_eager),
+        as_kvpress_expects(model, attentions, is_eager),
     ):
         torch.manual_seed(example_generators(trace, 0)[example].initial_seed())
         try:
@@ -324,7 +319,10 @@ def _score_all_but_a_chat_opening(press: Any, model: Any, prefix: Tensor) -> Non
 
 
 def _chat_opening(folder: str) -> list[int]:
-    """The token ids before the first message of a user in the chat template of a tokenizer."""
+    """The token ids before a user's first message in a chat template, as kvpress counts them.
+
+    Unlike ``chat_parts`` it accepts every template that kvpress accepts.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
     message = "dummy context"
     turn = [{"role": "user", "content": message}]
@@ -403,93 +401,3 @@ def _attentions(model: PreTrainedModel) -> list[Any]:
             "self_attn each"
         )
     return attentions
-
-
-@contextmanager
-def _as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Iterator[None]:
-    """A block in which the model passes arguments that kvpress expects and transformers dropped.
-
-    In the block, the model's name is the folder of the base model. All changes are undone
-    afterwards.
-    """
-    modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
-    names_before = [set(vars(module)) | set(module._modules) for module in modules]
-    with_position = partial(_with_cache_position, num_positions=positions_of(model.config))
-    hooks = [
-        attention.register_forward_pre_hook(with_position, with_kwargs=True)
-        for attention in attentions
-    ]
-    hooks += _with_old_names(model, attentions)
-    implementation = model.config._attn_implementation
-    lacks_head_dim = not hasattr(model.config, "head_dim")
-    label = model.config.name_or_path
-    try:
-        if label in (BASE_NAME, SMOLLM2):
-            model.config.name_or_path = str(local_folder(label))
-        if lacks_head_dim:
-            model.config.head_dim = attentions[0].head_dim
-        if eager:
-            model.set_attn_implementation("eager")
-        yield
-    finally:
-        model.config.name_or_path = label
-        if lacks_head_dim:
-            del model.config.head_dim
-        # a press that fails may leave the attention that it needs
-        if model.config._attn_implementation != implementation:
-            model.set_attn_implementation(implementation)
-        for hook in hooks:
-            hook.remove()
-        for module, names in zip(modules, names_before, strict=True):
-            added = (set(vars(module)) | set(module._modules)) - names
-            for name in added:
-                delattr(module, name)
-
-
-def _with_old_names(model: Any, attentions: list[Any]) -> list[RemovableHandle]:
-    """Hooks that pass caches to kvpress under its name ``past_key_values``.
-
-    They are needed if transformers uses another name. Presses call the model, wrap the forward of
-    ``model.model``, or read the arguments of the attention layers in hooks.
-    """
-    if CACHE_NAME == _OLD_NAME:
-        return []
-    forward = model.model.forward
-
-    def new_forward(*args: Any, **kwargs: Any) -> Any:
-        return forward(*args, **_renamed(kwargs, _OLD_NAME, CACHE_NAME))
-
-    def to_new(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, _renamed(kwargs, _OLD_NAME, CACHE_NAME)
-
-    def to_old(_module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        return args, _renamed(kwargs, CACHE_NAME, _OLD_NAME)
-
-    def add_old(_module: Any, _args: Any, kwargs: dict[str, Any], _output: Any) -> None:
-        kwargs[_OLD_NAME] = kwargs[CACHE_NAME]  # for the press's hooks, which run later
-
-    model.model.forward = new_forward
-    return [
-        model.register_forward_pre_hook(to_new, with_kwargs=True),
-        model.model.register_forward_pre_hook(to_old, with_kwargs=True),
-        *(attention.register_forward_hook(add_old, with_kwargs=True) for attention in attentions),
-    ]
-
-
-def _renamed(kwargs: dict[str, Any], before: str, after: str) -> dict[str, Any]:
-    return {after if name == before else name: value for name, value in kwargs.items()}
-
-
-def _with_cache_position(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_positions: int = sys.maxsize
-) -> tuple[Any, dict[str, Any]]:
-    states = kwargs["hidden_states"]
-    start = kwargs[CACHE_NAME].get_seq_length(module.layer_idx)
-    stop = start + states.shape[1]
-    if stop > num_positions:
-        raise InputError(
-            f"it repeats the prefix after itself, and {stop} tokens exceed the {num_positions} "
-            "positions of the model"
-        )
-    positions = torch.arange(start, stop, device=states.device)
-    return args, {"cache_position": positions, **kwargs}
