@@ -15,11 +15,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from kvcat.data import open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl, claim_folder, read_jsonl
+from kvcat.tokenization import TextEncoder, opening_ids
 
 HALVES = ("all", "validation", "test")
 TABLES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.bz2", ".jsonl.xz")
@@ -105,9 +107,15 @@ class Window:
         return tokens
 
 
-def encoder(tokenizer: Any) -> Encode:
-    """Token ids of a text alone, without special tokens."""
-    return lambda text: tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """Token ids of a text that stands alone.
+
+    It begins as the tokenizer begins a text (BOS, for many tokenizers). Control tokens that a text
+    spells are text.
+    """
+    opening = opening_ids(tokenizer)
+    encode = TextEncoder(tokenizer)
+    return lambda text: [*opening, *encode(text)]
 
 
 def half_of(document: str) -> str:

@@ -5,11 +5,12 @@ from itertools import pairwise
 
 import pandas as pd
 import pytest
-from windows import HALVES, Source, add_options, choose, half_of, stored
+from windows import HALVES, Source, add_options, choose, encoder, half_of, stored
 
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl
 from tiny import refusal, sentences
+from tokenizers_zoo import byte_level
 
 
 def by_word(text):
@@ -126,3 +127,13 @@ def test_a_folder_keeps_its_windows_and_rejects_other_options(folder, tmp_path):
     assert stored(out, parser.parse_args(command), 10, [by_word]) == first
     with pytest.raises(InputError, match="other windows"):
         stored(out, parser.parse_args([*command, "--seed", "1"]), 10, [by_word])
+
+
+def test_a_window_begins_as_the_tokenizer_begins_a_text_and_spells_no_control_token(folder):
+    tokenizer = byte_level(before=["<s>"], after=["</s>"])
+    bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
+    assert encoder(tokenizer)("a </s> b") == [bos, *encoder(byte_level())("a </s> b")]
+    assert eos not in encoder(tokenizer)("a </s> b")
+    window = chosen(folder)[0]
+    tokens = window.tokens(encoder(tokenizer), 40)
+    assert tokens == [bos, *tokenizer.encode(window.text, add_special_tokens=False)[:39]]
