@@ -3,13 +3,14 @@
     python benchmarks/quantized.py --model smollm2-135m NAME=FOLDER \\
         --data prose=FILE code=installed --documents 2 2 2 --out OUT --plot FILE
 
-Windows, the ways to make a cache and the folder OUT are those of quality.py; the questions are
-those of questions.py (a document alone, repeated for the methods that learn). A row of the tables
-is a method, its bits, and how many times fewer bytes its caches have than a dense cache in 16 bits;
-scales, offsets, log-bias and counts are counted. A cache in 16 bits is computed in the model's own
-type and counted as 16 bits. The rows "transformers" are its QuantizedCache (residual of 1 token,
-groups of 64; values and keys per channel as its backend makes them), if quanto or hqq is installed;
-no questions are asked of it. The same command continues an interrupted run.
+Windows and the folder OUT are those of quality.py, and so are two of its ways to make a cache
+("suffix" and "reconstruction"); the questions are those of questions.py (a document alone, repeated
+for the methods that learn). A row of the tables is a method, its bits, and how many times fewer
+bytes its caches have than a dense cache in 16 bits; scales, offsets, log-bias and counts are
+counted. A cache in 16 bits is computed in the model's own type and counted as 16 bits. The rows
+"transformers" are its QuantizedCache (residual of 1 token, groups of 64; values and keys per
+channel as its backend makes them), if quanto or hqq is installed; no questions are asked of it. The
+same command continues an interrupted run.
 """
 
 import argparse
@@ -145,7 +146,7 @@ def figures_of(
     for spec in options.methods:
         for bits in options.bits:
             for way in options.ways:
-                if way == "self" and not spec.startswith(LEARNING):
+                if way == "reconstruction" and not spec.startswith(LEARNING):
                     continue  # a method that reads nothing after the prefix has one cache
                 keeps = [k for k in options.keep if not is_known(spec, bits, way, k)]
                 for figures in compact(traces, way, spec, bits, keeps) if keeps else ():
@@ -249,7 +250,7 @@ def losses(records: list[dict[str, Any]]) -> pd.DataFrame:
         if way == "suffix":
             positions["fitted"] = [first for first, _ in group.halves]
             positions["later"] = [second for _, second in group.halves]
-        if way == "self" or not str(method).startswith(LEARNING):
+        if way == "reconstruction" or not str(method).startswith(LEARNING):
             positions["document"] = [sum(pair) / 2 for pair in group.halves]
         for where, values in positions.items():
             mean = bootstrap.mean(torch.tensor(values).double().numpy())
@@ -357,7 +358,8 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.14, 0.22, 0.4])
     parser.add_argument("--methods", nargs="+", default=METHODS)
     parser.add_argument("--bits", nargs="+", default=BITS, choices=BITS)
-    parser.add_argument("--ways", nargs="+", choices=("suffix", "self"), default=["suffix", "self"])
+    ways = ("suffix", "reconstruction")
+    parser.add_argument("--ways", nargs="+", choices=ways, default=ways)
     parser.add_argument("--first", type=int, help="measure so many windows alone")
     parser.add_argument(
         "--documents", type=int, nargs=3, default=[0, 0, 0], metavar="N", help="with questions"

@@ -26,7 +26,7 @@ def test_a_method_that_reads_nothing_later_counts_as_a_document_alone():
     records = []
     for number, document in enumerate("abc"):
         records.append(window("attention-matching", "suffix", document, 0.1 + number, 3.0))
-        records.append(window("attention-matching", "self", document, 5.0, 7.0))
+        records.append(window("attention-matching", "reconstruction", document, 5.0, 7.0))
         records.append(window("snapkv", "suffix", document, 2.0, 4.0 + number))
     table = losses(records)
     assert value(table, method="attention-matching", on="fitted") == pytest.approx(1.1)
