@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
 from kvcat.compress import fit_log_bias, fit_values
-from kvcat.compress.solvers import largest_eigenvalue
+from kvcat.compress.solvers import largest_eigenvalue, products_of_columns
 from kvcat.errors import InputError
 from naive import normal
 
@@ -178,6 +178,14 @@ def test_without_ridge_the_values_are_numpys_minimum_norm_solution(queries, slot
     targets = normal(queries, 5, seed=1)
     expected = np.linalg.lstsq(weights.numpy(), targets.numpy(), rcond=None)[0]
     assert np.allclose(fit_values(weights, targets, ridge=None), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize("columns", [1, 511, 512, 515, 700])
+def test_products_of_columns_are_numpys(columns):
+    design = torch.randn(2, 9, columns, dtype=torch.float64)
+    expected = np.einsum("hqi,hqj->hij", design.numpy(), design.numpy())
+    gram = products_of_columns(design)
+    assert np.allclose(gram.numpy(), expected, atol=1e-12)
 
 
 def test_the_largest_eigenvalue_is_the_spectral_norm_of_the_gram_matrix():
