@@ -20,6 +20,7 @@ from kvcat.cache.first_tokens import (
     document_digest,
     first_ids,
     first_slots,
+    joined_first_ids,
     parse_first_ids,
     positions_by_head,
 )
@@ -64,6 +65,7 @@ __all__ = [
     "first_ids",
     "first_slots",
     "held_factors",
+    "joined_first_ids",
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",

@@ -16,6 +16,8 @@ from kvcat.cache import (
     LayerState,
     check_batch_of_ids,
     count_before,
+    first_ids,
+    joined_first_ids,
     parse_first_ids,
     positions_by_head,
     slot_facts,
@@ -123,6 +125,9 @@ def append(
     longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
     metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
     metadata |= slot_facts(longer)
+    if FIRST_IDS in metadata:
+        added_ids = first_ids(input_ids)
+        metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], cache.num_tokens, added_ids)
     metadata["appended"] = str(int(metadata.get("appended", "0")) + input_ids.shape[1])
     return replace(longer, metadata=metadata)
 
@@ -305,6 +310,9 @@ def _metadata(
         for name in ("protected", "protected_later"):
             ranges = parsed_ranges(cache.metadata.get(name, ""))
             later += [(first + start, end + start) for first, end in ranges]
+        if FIRST_IDS in metadata and FIRST_IDS in cache.metadata:
+            later_ids = cache.metadata[FIRST_IDS]
+            metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], start, later_ids)
         start += cache.num_tokens
     if later:
         metadata["protected_later"] = range_text(later)
@@ -345,10 +353,13 @@ def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
             "first without --chat"
         )
     num_seam = min(seam_tokens, cache.num_tokens)
-    if num_seam and FIRST_IDS not in cache.metadata:
+    num_recorded = 0
+    if FIRST_IDS in cache.metadata:
+        num_recorded = parse_first_ids(cache.metadata[FIRST_IDS]).shape[1]
+    if num_recorded < num_seam:
         raise InputError(
-            f"document {number} does not record its first tokens, which an earlier version of "
-            "kvcat left out: compress it again, or give seam_tokens=0"
+            f"document {number} does not record its first tokens ({num_recorded} of {num_seam}), "
+            "which an earlier version of kvcat left out: compress it again, or give seam_tokens=0"
         )
 
 
