@@ -206,6 +206,26 @@ def test_a_later_document_that_protects_a_passage_composes_as_one_that_does_not(
     assert "protected slots behind others, of a later document" in message
 
 
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+@pytest.mark.parametrize("again", [[(8, 12)], [(8, 12), (17, 19)], []])
+def test_a_grown_whole_document_composes_as_one_text_whatever_it_protects(
+    double, again, seam_tokens
+):
+    text = tokens(20, 2, rows=1)
+    method = kvcat.AttentionMatching()
+    start = kvcat.trace(double, text[:, :15], supervision="self")
+    past = method(start, keep_ratio=1.0, protect=[(8, 12)])
+    grown = kvcat.trace(double, text, supervision="self", past=past)
+    cache = method(grown, keep_ratio=1.0, protect=again)
+    first = whole(double, tokens(FIRST, 1, rows=1))
+    caches = [
+        kvcat.compose(double, [first, later], seam_tokens=seam_tokens)
+        for later in (cache, whole(double, text))
+    ]
+    actual, expected = (kvcat.replay(double, made, tokens(LATER, 3, rows=1)) for made in caches)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     ascending = [[torch.tensor([0, 1, 5])]]
     protected_first = [[torch.tensor([5, 0, 1])]]

@@ -24,7 +24,7 @@ from kvcat.cache import (
 )
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.refit import refit_slots
-from kvcat.compress.trace import Trace, parsed_ranges, range_text
+from kvcat.compress.trace import Trace, parsed_ranges, range_text, slot_positions
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
@@ -215,8 +215,10 @@ def _slots_behind(
     if all(head.positions is not None for head in heads):
         return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
     if cache.mean_slots == cache.num_tokens:
-        counts = [torch.full_like(layer.counts, num_tokens) for layer in cache.layers]
-    elif FIRST_SLOTS in cache.metadata:
+        protected = parsed_ranges(cache.metadata.get("protected", ""))
+        is_behind = slot_positions(protected, cache.num_tokens) >= num_tokens
+        return [[[head.kept(is_behind) for head in row] for row in layer] for layer in layers]
+    if FIRST_SLOTS in cache.metadata:
         counts_of_layers = [layer.counts for layer in cache.layers]
         counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, counts_of_layers)
     elif required:
