@@ -140,6 +140,7 @@ class PackedDocument(ABC):
     Args:
         digest: a checksum, which distinguishes documents.
         chat: whether the document opens a user's turn in the chat template.
+        chat_template: digest of that template; empty: not known.
         num_slots: of every head, and the position of the next token.
         num_tokens: of the document.
         shape: layers, KV heads, channels.
@@ -150,6 +151,7 @@ class PackedDocument(ABC):
 
     digest: str
     chat: bool
+    chat_template: str = ""
     num_slots: int
     num_tokens: int = 0
     shape: tuple[int, int, int]
@@ -218,6 +220,7 @@ def read_prefix(path: str | Path) -> Prefix:
         digest=digest,
         fingerprint=entries.get("fingerprint", ""),
         chat=metadata.get("chat") == "yes",
+        chat_template=metadata.get("chat_template", ""),
         num_slots=num_slots,
         shape=(num_layers, num_kv_heads, head_dim),
         num_tokens=int(entries.get("num_tokens", "0")),

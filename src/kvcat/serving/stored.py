@@ -109,6 +109,7 @@ class CacheStore(NamedCaches):
             checksum=checksum,
             digest=digest,
             chat=cache.metadata.get("chat") == "yes",
+            chat_template=cache.metadata.get("chat_template", ""),
             num_slots=cache.max_slots,
             num_tokens=cache.num_tokens,
             shape=self.shape,
