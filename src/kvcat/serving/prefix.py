@@ -20,8 +20,7 @@ from kvcat.cache import (
     CompactCache,
     CompactLayer,
     fingerprint,
-    first_slots,
-    positions_by_head,
+    first_slot_facts,
 )
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
@@ -83,7 +82,7 @@ def plain_prefix(
             rotated = CompactLayer(keys, full.values, full.log_bias)
             layers.append(wide_layer(rotated, cache.max_slots, head_dim))
     metadata = {**cache.metadata, "original_num_tokens": str(cache.num_tokens)}
-    metadata |= first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
+    metadata |= first_slot_facts(cache)
     metadata[LAYER_SLOTS] = " ".join(str(layer.max_slots) for layer in cache.layers)
     if cache.has_log_bias:
         metadata["log_bias"] = "dropped" if drop_log_bias else "in the keys"
