@@ -43,7 +43,9 @@ def main() -> None:
                 raise InputError(f"no document {name!r}; documents: {', '.join(documents)}")
             document = documents[name]
             start = time.perf_counter()
-            ids = prompt_ids(tokenizer, question, chat=document.chat)
+            ids = prompt_ids(
+                tokenizer, question, chat=document.chat, chat_template=document.chat_template
+            )
             engine.load(document)
             answer = list(
                 engine.generate(ids, options.max_new_tokens, end=[tokenizer.eos_token_id])

@@ -10,7 +10,7 @@ import kvcat
 from kvcat.cache import CompactCache, cache_argument, count_before, first_slots
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
 from stays_double import StaysDouble
-from tiny import loud_model, refusal
+from tiny import byte_tokenizer, loud_model, refusal
 
 FIRST, SECOND, LATER = 20, 24, 9
 LLAMA3 = {
@@ -206,6 +206,26 @@ def test_a_later_document_that_protects_a_passage_composes_as_one_that_does_not(
     assert "protected slots behind others, of a later document" in message
 
 
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+@pytest.mark.parametrize("again", [[(8, 12)], [(8, 12), (17, 19)], []])
+def test_a_grown_whole_document_composes_as_one_text_whatever_it_protects(
+    double, again, seam_tokens
+):
+    text = tokens(20, 2, rows=1)
+    method = kvcat.AttentionMatching()
+    start = kvcat.trace(double, text[:, :15], supervision="self")
+    past = method(start, keep_ratio=1.0, protect=[(8, 12)])
+    grown = kvcat.trace(double, text, supervision="self", past=past)
+    cache = method(grown, keep_ratio=1.0, protect=again)
+    first = whole(double, tokens(FIRST, 1, rows=1))
+    caches = [
+        kvcat.compose(double, [first, later], seam_tokens=seam_tokens)
+        for later in (cache, whole(double, text))
+    ]
+    actual, expected = (kvcat.replay(double, made, tokens(LATER, 3, rows=1)) for made in caches)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     ascending = [[torch.tensor([0, 1, 5])]]
     protected_first = [[torch.tensor([5, 0, 1])]]
@@ -243,6 +263,42 @@ def test_a_composed_cache_is_saved_loaded_and_composed_again(double, pair, tmp_p
     at_once = kvcat.compose(double, [caches[0], *caches])
     assert again.num_tokens == at_once.num_tokens == 2 * FIRST + SECOND
     assert again.mean_slots == at_once.mean_slots
+
+
+@pytest.mark.parametrize("make", ["append", "compose", "session"])
+def test_a_short_document_and_what_follows_it_compose_as_one_text(double, make):
+    short, following = tokens(5, 4, rows=1), tokens(14, 5, rows=1)
+    first, cache = whole(double, tokens(FIRST, 1, rows=1)), whole(double, short)
+    if make == "append":
+        longer = kvcat.append(double, cache, following)
+    elif make == "compose":  # of which all tokens are encoded again
+        longer = kvcat.compose(double, [cache, whole(double, following)], seam_tokens=14)
+    else:
+        session = kvcat.Session(double, byte_tokenizer(), budget=30, tail=6, room=10)
+        for ids in (short, following[:, :8]):
+            session.append(ids[0])
+        session.compact(num_slots=7)  # all of the first tokens, fewer than a cache records
+        session.append(following[0, 8:])
+        longer = session.cache
+    text = torch.cat([short, following], dim=1)
+    wanted = kvcat.compose(double, [first, whole(double, text)], seam_tokens=16)
+    composed = kvcat.compose(double, [first, longer], seam_tokens=16)
+    assert composed.num_slots == composed.num_tokens == wanted.num_tokens
+    actual, expected = (
+        kvcat.replay(double, made, tokens(LATER, 3, rows=1)) for made in (composed, wanted)
+    )
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
+
+
+def test_a_cache_that_records_fewer_first_tokens_than_the_seam_has_is_rejected(double, pair):
+    one, two = (trace.dense_cache() for trace in pair)
+    recorded = {**two.metadata, "first_ids": "5 6 7;8 9 10"}
+    message = refusal(kvcat.compose, double, [one, replace(two, metadata=recorded)], seam_tokens=4)
+    assert "does not record its first tokens (3 of 4)" in message
+    assert (
+        kvcat.compose(double, [one, replace(two, metadata=recorded)], seam_tokens=3).num_tokens
+        == 44
+    )
 
 
 def test_a_joint_refit_fits_the_documents_read_together_better(double, pair):

@@ -5,8 +5,11 @@ import pytest
 import torch
 
 import kvcat
+from kvcat.cache import Bits
+from kvcat.compress import make_compressor, slots_and_bits
 from kvcat.models import self_test
 from kvcat.models.rotation import KeyRotation
+from kvcat.options import parse_spec
 from tiny import TRANSFORMERS, loud_model, refusal
 
 PREFIX = 30
@@ -70,6 +73,22 @@ def test_compressing_and_answering_equal_the_stock_model(name):
         model, 5
     )  # which compares each layer's keys with the model's own at other positions
     assert any(turned.turned)
+
+
+@pytest.mark.parametrize("method", ["attention-matching", "attention-matching,budgets=equal"])
+@pytest.mark.parametrize("bits", [None, Bits(8, 8), Bits(4, 4)])
+def test_slots_for_a_number_of_bytes_count_the_channels_of_every_layer(method, bits):
+    """In Gemma 4 layers of full attention have larger heads than those with windows."""
+    model = loud_model("gemma4_text", std=0.2, **GEMMA4)
+    ids = torch.randint(3, 67, (1, TOKENS), generator=torch.Generator().manual_seed(0))
+    trace = kvcat.trace(model, ids, PREFIX)
+    name, options = parse_spec(method)
+    if bits is not None:
+        options["bits"] = str(bits)
+    for num_bytes in (4_000, 6_000, 9_000):
+        num_slots, _ = slots_and_bits(trace, num_bytes, [bits])
+        cache = make_compressor(name, **options)(trace, num_slots=num_slots)
+        assert cache.nbytes <= num_bytes
 
 
 @pytest.mark.parametrize(

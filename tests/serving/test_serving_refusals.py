@@ -13,7 +13,7 @@ import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus.manifest import cache_file
 from kvcat.serving.answers import Sampling
-from tiny import refusal, sentences, write_tiny_model
+from tiny import CHAT, refusal, sentences, write_tiny_model
 
 pytest.importorskip("fastapi", reason="kvcat[serve] is not installed")
 pytest.importorskip("uvicorn", reason="kvcat[serve] is not installed")
@@ -59,6 +59,15 @@ def damage(file):
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     return content
+
+
+def test_a_conversation_in_another_template_than_the_documents_is_rejected(served, monkeypatch):
+    port, engine, _ = served
+    template = CHAT.replace("<assistant>", "<model>")
+    monkeypatch.setattr(engine._tokenizer, "chat_template", template)
+    status, answer = post(port)
+    assert status == 400
+    assert "made with another chat template" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize(

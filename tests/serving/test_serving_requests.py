@@ -5,8 +5,16 @@ import os
 import pytest
 from evicted_caches import evicted, ids, make_model
 
+import kvcat
 from kvcat.errors import InputError
-from kvcat.serving import CacheFolder, chat_ids, export_prefix, prompt_ids, request_fields
+from kvcat.serving import (
+    CacheFolder,
+    chat_ids,
+    export_prefix,
+    prompt_ids,
+    read_prefix,
+    request_fields,
+)
 from tiny import CHAT, byte_tokenizer
 
 
@@ -113,6 +121,24 @@ def test_questions_continue_the_turn_that_the_document_opens():
     tokenizer.chat_template = "{{ raise_exception('roles must alternate') }}"
     with pytest.raises(InputError, match="rejects these messages: roles must alternate"):
         chat_ids(tokenizer, conversation, chat=True)
+
+
+def test_a_question_in_another_template_than_the_documents_is_rejected(tmp_path):
+    tokenizer = byte_tokenizer()
+    model = make_model(options={"vocab_size": len(tokenizer), "max_position_embeddings": 256})
+    document = kvcat.document_trace(model, tokenizer, "the cat", supervision="self", chat=True)
+    cache = kvcat.AttentionMatching()(document, keep_ratio=0.5)
+    export_prefix(cache, model, tmp_path / "doc", head_dim=12)
+    prefix = read_prefix(tmp_path / "doc")
+    assert prefix.chat
+    template = {"chat": True, "chat_template": prefix.chat_template}
+    asked = prompt_ids(tokenizer, "it", **template)
+    assert asked == chat_ids(tokenizer, [user("it")], **template)
+    tokenizer.chat_template = CHAT.replace("<assistant>", "<model>")
+    for make_ids, question in ((prompt_ids, "it"), (chat_ids, [user("it")])):
+        with pytest.raises(InputError, match="made with another chat template than that of"):
+            make_ids(tokenizer, question, **template)
+    assert prompt_ids(tokenizer, [5, 6], **template) == [5, 6]
 
 
 def user(text):

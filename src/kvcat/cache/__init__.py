@@ -11,7 +11,7 @@ from kvcat.cache.codes import (
     most_bytes_per_slot,
     round_values,
 )
-from kvcat.cache.compact import CompactCache, slot_facts
+from kvcat.cache.compact import CompactCache, first_slot_facts, slot_facts
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
@@ -20,6 +20,7 @@ from kvcat.cache.first_tokens import (
     document_digest,
     first_ids,
     first_slots,
+    joined_first_ids,
     parse_first_ids,
     positions_by_head,
 )
@@ -62,8 +63,10 @@ __all__ = [
     "fingerprint",
     "fingerprint_like",
     "first_ids",
+    "first_slot_facts",
     "first_slots",
     "held_factors",
+    "joined_first_ids",
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",

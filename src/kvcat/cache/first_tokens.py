@@ -66,6 +66,20 @@ def parse_first_ids(text: str) -> Int[Tensor, "batch first"]:
     return torch.tensor([[int(word) for word in row.split()] for row in text.split(_ROWS)])
 
 
+def joined_first_ids(text: str, num_tokens: int, later: str) -> str:
+    """The ids of the first tokens of a document and of the tokens that follow it, as text.
+
+    Args:
+        text: those of the document.
+        num_tokens: of the document.
+        later: the ids of the first tokens after it.
+    """
+    ids = parse_first_ids(text)
+    if ids.shape[1] < num_tokens:  # a long document, or one that does not record all of them
+        return text
+    return first_ids(torch.cat([ids, parse_first_ids(later)], dim=1))
+
+
 def positions_by_head(layer: Layer) -> PositionsOfHeads | None:
     """The token position of every slot, per example and KV head; None if they are not known."""
     if layer.positions is None:

@@ -261,13 +261,15 @@ def _shown(value: str) -> str:
 
 def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     """What ``kvcat info`` shows about a cache, by name."""
-    keys, values, _ = cache.layers[0].head(0, 0)
+    keys, _, _ = cache.layers[0].head(0, 0)
     item_size = keys.itemsize if cache.bits is None else 2
     num_tokens = cache.num_tokens
     counts = [layer.counts for layer in cache.layers]  # slots per head, (batch, kv_heads) per layer
-    num_heads = sum(layer_counts.numel() for layer_counts in counts)
-    num_channels = keys.shape[-1] + values.shape[-1]
-    dense_bytes = num_heads * num_tokens * num_channels * item_size
+    dense_bytes = 0
+    for layer in cache.layers:  # which may have other numbers of heads and channels
+        layer_keys, layer_values, _ = layer.head(0, 0)
+        num_channels = layer_keys.shape[-1] + layer_values.shape[-1]
+        dense_bytes += layer.counts.numel() * num_tokens * num_channels * item_size
     dense_bytes += sum(state.nbytes for state in cache.states.values())
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")

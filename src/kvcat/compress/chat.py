@@ -62,6 +62,18 @@ class ChatTemplate:
         source = self.tokenizer.get_chat_template()
         return hashlib.sha256(source.encode()).hexdigest()[:16]
 
+    def check(self, recorded: str) -> None:
+        """Raise an ``InputError`` if a cache was made with another template.
+
+        Args:
+            recorded: digest of the cache's template; empty: the cache does not record it.
+        """
+        if recorded not in ("", self.digest):
+            raise InputError(
+                f"the cache was made with another chat template than that of "
+                f"{_name(self.tokenizer)}"
+            )
+
     def document(self, text: str) -> str:
         """A document as the template writes it: some templates remove blanks at its start.
 

@@ -16,13 +16,15 @@ from kvcat.cache import (
     LayerState,
     check_batch_of_ids,
     count_before,
+    first_ids,
+    joined_first_ids,
     parse_first_ids,
     positions_by_head,
     slot_facts,
 )
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.refit import refit_slots
-from kvcat.compress.trace import Trace, parsed_ranges, range_text
+from kvcat.compress.trace import Trace, parsed_ranges, range_text, slot_positions
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
@@ -123,6 +125,9 @@ def append(
     longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
     metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
     metadata |= slot_facts(longer)
+    if FIRST_IDS in metadata:
+        added_ids = first_ids(input_ids)
+        metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], cache.num_tokens, added_ids)
     metadata["appended"] = str(int(metadata.get("appended", "0")) + input_ids.shape[1])
     return replace(longer, metadata=metadata)
 
@@ -210,8 +215,10 @@ def _slots_behind(
     if all(head.positions is not None for head in heads):
         return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
     if cache.mean_slots == cache.num_tokens:
-        counts = [torch.full_like(layer.counts, num_tokens) for layer in cache.layers]
-    elif FIRST_SLOTS in cache.metadata:
+        protected = parsed_ranges(cache.metadata.get("protected", ""))
+        is_behind = slot_positions(protected, cache.num_tokens) >= num_tokens
+        return [[[head.kept(is_behind) for head in row] for row in layer] for layer in layers]
+    if FIRST_SLOTS in cache.metadata:
         counts_of_layers = [layer.counts for layer in cache.layers]
         counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, counts_of_layers)
     elif required:
@@ -305,6 +312,9 @@ def _metadata(
         for name in ("protected", "protected_later"):
             ranges = parsed_ranges(cache.metadata.get(name, ""))
             later += [(first + start, end + start) for first, end in ranges]
+        if FIRST_IDS in metadata and FIRST_IDS in cache.metadata:
+            later_ids = cache.metadata[FIRST_IDS]
+            metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], start, later_ids)
         start += cache.num_tokens
     if later:
         metadata["protected_later"] = range_text(later)
@@ -345,10 +355,13 @@ def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
             "first without --chat"
         )
     num_seam = min(seam_tokens, cache.num_tokens)
-    if num_seam and FIRST_IDS not in cache.metadata:
+    num_recorded = 0
+    if FIRST_IDS in cache.metadata:
+        num_recorded = parse_first_ids(cache.metadata[FIRST_IDS]).shape[1]
+    if num_recorded < num_seam:
         raise InputError(
-            f"document {number} does not record its first tokens, which an earlier version of "
-            "kvcat left out: compress it again, or give seam_tokens=0"
+            f"document {number} does not record its first tokens ({num_recorded} of {num_seam}), "
+            "which an earlier version of kvcat left out: compress it again, or give seam_tokens=0"
         )
 
 

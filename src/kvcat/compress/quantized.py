@@ -114,9 +114,17 @@ def slots_and_bits(
 
 
 def _slots_within(trace: Trace, num_bytes: int, bits: Bits | None) -> int:
-    """Slots per head that fit into a number of bytes."""
+    """Slots per head that fit into a number of bytes, also if those with the most channels get most
+    of the slots.
+    """
     num_heads = sum(keys.shape[0] * keys.shape[1] for keys in trace.keys)
-    dims = trace.keys[0].shape[-1], trace.values[0].shape[-1]
+    dims = max(
+        (
+            (keys.shape[-1], values.shape[-1])
+            for keys, values in zip(trace.keys, trace.values, strict=True)
+        ),
+        key=sum,
+    )
     if bits is None:
         per_slot = sum(dims) * trace.keys[0].itemsize + 4
         return num_bytes // (num_heads * per_slot)

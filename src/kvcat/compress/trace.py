@@ -190,8 +190,8 @@ class Trace:
         for index, layer in enumerate(zip(self.keys, self.values, biases, strict=True)):
             keys, values, bias = layer
             positions = None
-            if self.protected:
-                order = torch.cat([self.protected_slots(index), self.other_slots(index)])
+            order = self._dense_order(index)
+            if order is not None:
                 keys = keys.index_select(2, order)
                 values = values.index_select(2, order)
                 bias = None if bias is None else bias.index_select(2, order)
@@ -201,6 +201,19 @@ class Trace:
         cache = CompactCache(layers, self.prefix_len, self.fingerprint, states=self.states)
         facts = {"method": "dense", **slot_facts(cache), **self.facts()}
         return replace(cache, metadata=facts)
+
+    def _dense_order(self, layer: int) -> Int[Tensor, " slots"] | None:
+        """The slots of a layer in the order of the dense cache; None: as they are.
+
+        Protected slots come first. If those of the compact cache are not protected again, and it
+        has a slot for every token, the slots return to the order of their tokens.
+        """
+        if self.protected:
+            return torch.cat([self.protected_slots(layer), self.other_slots(layer)])
+        if self.past_protected and self.keys[layer].shape[2] == self.prefix_len:
+            order = slot_positions(self.past_protected, self.prefix_len).argsort()
+            return order.to(self.keys[layer].device)
+        return None
 
     def facts(self) -> dict[str, str]:
         """Metadata for caches about the prefix, such as a hash of its tokens."""
@@ -389,6 +402,14 @@ def parsed_ranges(text: str) -> tuple[Range, ...]:
 def num_positions(ranges: Sequence[Range]) -> int:
     """The number of positions in ranges that do not overlap."""
     return sum(stop - start for start, stop in ranges)
+
+
+def slot_positions(protected: Sequence[Range], num_tokens: int) -> Int[Tensor, " slots"]:
+    """The position of each slot of a head with a slot for every token, protected ones first."""
+    is_protected = torch.zeros(num_tokens, dtype=torch.bool)
+    for start, stop in protected:
+        is_protected[start:stop] = True
+    return torch.cat([is_protected.nonzero(), (~is_protected).nonzero()]).squeeze(1)
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:

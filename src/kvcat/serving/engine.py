@@ -302,7 +302,11 @@ class Engine:
         question = ticket.question
         if question.is_chat:
             is_chat = cache.metadata.get("chat") == "yes"
-            ids = torch.tensor([chat_ids(self._tokenizer, question.content, chat=is_chat)])
+            template = cache.metadata.get("chat_template", "")
+            messages = question.content
+            ids = torch.tensor(
+                [chat_ids(self._tokenizer, messages, chat=is_chat, chat_template=template)]
+            )
         else:
             ids = question_ids(self._tokenizer, question.content, cache=cache)
         sampling = question.sampling

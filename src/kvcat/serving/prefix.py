@@ -20,8 +20,7 @@ from kvcat.cache import (
     CompactCache,
     CompactLayer,
     fingerprint,
-    first_slots,
-    positions_by_head,
+    first_slot_facts,
 )
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
@@ -83,7 +82,7 @@ def plain_prefix(
             rotated = CompactLayer(keys, full.values, full.log_bias)
             layers.append(wide_layer(rotated, cache.max_slots, head_dim))
     metadata = {**cache.metadata, "original_num_tokens": str(cache.num_tokens)}
-    metadata |= first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
+    metadata |= first_slot_facts(cache)
     metadata[LAYER_SLOTS] = " ".join(str(layer.max_slots) for layer in cache.layers)
     if cache.has_log_bias:
         metadata["log_bias"] = "dropped" if drop_log_bias else "in the keys"
@@ -140,6 +139,7 @@ class PackedDocument(ABC):
     Args:
         digest: a checksum, which distinguishes documents.
         chat: whether the document opens a user's turn in the chat template.
+        chat_template: digest of that template; empty: not known.
         num_slots: of every head, and the position of the next token.
         num_tokens: of the document.
         shape: layers, KV heads, channels.
@@ -150,6 +150,7 @@ class PackedDocument(ABC):
 
     digest: str
     chat: bool
+    chat_template: str = ""
     num_slots: int
     num_tokens: int = 0
     shape: tuple[int, int, int]
@@ -218,6 +219,7 @@ def read_prefix(path: str | Path) -> Prefix:
         digest=digest,
         fingerprint=entries.get("fingerprint", ""),
         chat=metadata.get("chat") == "yes",
+        chat_template=metadata.get("chat_template", ""),
         num_slots=num_slots,
         shape=(num_layers, num_kv_heads, head_dim),
         num_tokens=int(entries.get("num_tokens", "0")),

@@ -129,32 +129,45 @@ def request_fields(
     }
 
 
-def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool) -> list[int]:
+def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool, chat_template: str = "") -> list[int]:
     """Token ids of the text after the document.
 
     Args:
         tokenizer: tokenizer of the served model.
         prompt: a text, or token ids, which are returned unchanged.
         chat: the document opens a user's turn in the chat template, and the text ends this turn.
+        chat_template: digest of that template; empty: it is not known, and not checked.
+
+    Raises:
+        InputError: no prompt, or another chat template.
     """
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
     if not isinstance(prompt, str):
         raise InputError("prompt must be one text or one list of token ids")
+    if chat:
+        ChatTemplate(tokenizer).check(chat_template)
     return question_ids(tokenizer, prompt, chat=chat)[0].tolist()
 
 
-def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
+def chat_ids(tokenizer: Any, messages: object, *, chat: bool, chat_template: str = "") -> list[int]:
     """Token ids of a conversation that continues the document's turn.
 
     All messages must be texts, and the first one the user's.
 
+    Args:
+        tokenizer: tokenizer of the served model.
+        messages: of the conversation.
+        chat, chat_template: as in ``prompt_ids``.
+
     Raises:
-        InputError: a document compressed without ``--chat``, other messages, or a message before
-            the document.
+        InputError: a document compressed without ``--chat`` or in another chat template, other
+            messages, or a message before the document.
     """
     if not chat:
         raise InputError("the document was compressed without --chat: use /v1/completions")
+    template = ChatTemplate(tokenizer)
+    template.check(chat_template)
     turns = messages if isinstance(messages, list) else []
     texts = [_text(turn.get("content")) if isinstance(turn, dict) else None for turn in turns]
     if not turns or None in texts or turns[0].get("role") != "user":
@@ -166,7 +179,7 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool) -> list[int]:
         if not isinstance(role, str):
             raise InputError(f"message {number} has the role {role!r}, which is no text")
     conversation = [{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)]
-    return ChatTemplate(tokenizer).conversation(conversation, TextEncoder(tokenizer))
+    return template.conversation(conversation, TextEncoder(tokenizer))
 
 
 def _text(content: object) -> str | None:

@@ -82,6 +82,11 @@ class JoinedPrefix(NamedTuple):
         """Whether the first document opens a user's turn in the chat template."""
         return self.documents[0].chat
 
+    @property
+    def chat_template(self) -> str:
+        """Digest of that template; empty: not known."""
+        return self.documents[0].chat_template
+
     def load(self) -> list[LayerStates]:
         """Keys and values of every layer.
 

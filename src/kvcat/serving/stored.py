@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvcat.cache import CompactCache, are_comparable, first_slots, positions_by_head
+from kvcat.cache import CompactCache, are_comparable, first_slot_facts
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError
 from kvcat.serving.prefix import LayerStates, PackedDocument, wide_layer
@@ -102,17 +102,17 @@ class CacheStore(NamedCaches):
             )
         how = json.dumps(dict(store.settings), sort_keys=True, default=str)
         digest = hashlib.sha256(f"{how}\0{id}\0{checksum}".encode()).hexdigest()
-        first = first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
         return StoredPrefix(
             address=store.address,
             id=id,
             checksum=checksum,
             digest=digest,
             chat=cache.metadata.get("chat") == "yes",
+            chat_template=cache.metadata.get("chat_template", ""),
             num_slots=cache.max_slots,
             num_tokens=cache.num_tokens,
             shape=self.shape,
-            first_slots="".join(first.values()),
+            first_slots="".join(first_slot_facts(cache).values()),
             layer_slots=tuple(layer.max_slots for layer in cache.layers),
             rotation=self._rotation,
         )

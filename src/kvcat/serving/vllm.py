@@ -381,7 +381,12 @@ def _with_token_ids(state: Any, field_name: str, body: bytes) -> bytes:
     folder, tokenizer = state.kvcat
     prefix = folder.find(name)
     make_ids = prompt_ids if field_name == "prompt" else chat_ids
-    ids = make_ids(tokenizer, request.get(field_name), chat=prefix.chat)
+    ids = make_ids(
+        tokenizer,
+        request.get(field_name),
+        chat=prefix.chat,
+        chat_template=prefix.chat_template,
+    )
     fields = request_fields(prefix, name, ids, str(request.get("cache_salt") or ""))
     if field_name == "messages":  # this API has no token ids, but vLLM reads them from this field
         fields["kv_transfer_params"]["prompt_token_ids"] = fields.pop("prompt")

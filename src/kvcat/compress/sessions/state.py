@@ -7,7 +7,17 @@ from typing import Any
 import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, PrefixLayer, document_digest, slot_facts
+from kvcat.cache import (
+    FIRST_IDS,
+    FIRST_SLOTS,
+    CompactCache,
+    CompactLayer,
+    PrefixLayer,
+    document_digest,
+    first_ids,
+    slot_facts,
+)
+from kvcat.choices import NUM_FIRST
 from kvcat.compress.protection import clipped
 from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges, range_text
 from kvcat.compress.tracing import joined_log_bias
@@ -225,5 +235,9 @@ class SessionState:
         protected_later = clipped(protect, self.past_len, self.num_tokens)
         if protected_later:
             facts["protected_later"] = range_text(protected_later)
-        facts |= {"document": document_digest(self.ids.unsqueeze(0)), **slot_facts(whole)}
+        facts.pop("bits", None)
+        if self.past_len < NUM_FIRST:  # some of the first tokens are exact
+            facts.pop(FIRST_SLOTS, None)
+        ids = self.ids.unsqueeze(0)
+        facts |= {"document": document_digest(ids), FIRST_IDS: first_ids(ids), **slot_facts(whole)}
         return replace(whole, metadata={"method": "dense", **facts})
