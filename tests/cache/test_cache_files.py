@@ -7,10 +7,10 @@ import pytest
 import safetensors.torch
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, LayerState, fingerprint
 from kvcat.cache.files import CACHE, read_tensors
 from kvcat.errors import InputError
-from tiny import loud_model
+from tiny import loud_model, refusal
 
 OWNER = "ab" * 32
 ZEROS = "0" * 64
@@ -39,6 +39,17 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
                 draws[2][0, 0, 1] = -torch.inf  # a hidden slot
                 layers.append(CompactLayer(*draws))
     return CompactCache(layers, 9, owner, {"method": "by hand", "seed": "0"}).to(dtype=dtype)
+
+
+def test_a_number_that_another_dtype_cannot_hold_is_rejected():
+    cache = example()
+    cache.layers[0].values[0, 0, 0, 1] = 7e4
+    assert "values of the cache up to 7e+04 do not fit in torch.float16" in refusal(
+        cache.to, dtype=torch.float16
+    )
+    assert cache.to(dtype=torch.bfloat16).layers[0].values.isfinite().all()
+    state = LayerState({"conv.0": torch.full((1, 2, 3), 1e39, dtype=torch.float64)})
+    assert "conv.0 of the cache up to 1e+39 do not fit" in refusal(state.to, dtype=torch.float32)
 
 
 def parts_of(path):

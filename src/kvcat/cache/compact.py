@@ -181,6 +181,9 @@ class CompactCache:
         """The cache on another device, its keys and values in another dtype.
 
         The dtype of the log-bias does not change.
+
+        Raises:
+            InputError: a number that this dtype cannot hold.
         """
         states = {number: state.to(device, dtype) for number, state in self.states.items()}
         layers = [layer.to(device, dtype) for layer in self.layers]

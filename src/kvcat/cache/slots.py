@@ -37,6 +37,20 @@ def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
     return chosen
 
 
+def in_dtype(name: str, states: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """States in another dtype; None: in theirs.
+
+    Raises:
+        InputError: a number that this dtype cannot hold.
+    """
+    converted = states.to(dtype=dtype)
+    if converted.dtype != states.dtype and not converted.isfinite().all():
+        raise InputError(
+            f"{name} of the cache up to {states.abs().max():.3g} do not fit in {converted.dtype}"
+        )
+    return converted
+
+
 class Slots:
     """The base class of all kinds of layers."""
 
@@ -54,12 +68,15 @@ class Slots:
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
         """On another device, keys and values in another dtype; the dtype of the log-bias does not
         change.
+
+        Raises:
+            InputError: a number that this dtype cannot hold.
         """
         tensors = self.tensors()
         tensors.pop("counts", None)  # which are on the CPU always
         moved = {name: tensor.to(device=device) for name, tensor in tensors.items()}
         for name in ("keys", "values"):
-            moved[name] = moved[name].to(dtype=dtype)
+            moved[name] = in_dtype(name, moved[name], dtype)
         return replace(self, **moved)  # type: ignore[type-var]
 
     @property

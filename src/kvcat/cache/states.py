@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvcat.cache.slots import Rows
+from kvcat.cache.slots import Rows, in_dtype
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -65,7 +65,7 @@ class LayerState:
         tensors = {}
         for name, tensor in self.tensors.items():
             wanted = None if name.startswith("recurrent") else dtype
-            tensors[name] = tensor.to(device=device, dtype=wanted)
+            tensors[name] = in_dtype(name, tensor.to(device=device), wanted)
         return LayerState(tensors)
 
     def _mapped(self, function: Callable[[Tensor], Tensor]) -> "LayerState":
