@@ -10,6 +10,7 @@ import torch
 from torch.nn import functional
 
 import kvcat
+from kvcat.errors import InputError
 from kvcat.files import read_jsonl
 from tiny import loud_model
 
@@ -40,6 +41,25 @@ def test_open_gates_leave_the_model_as_it_is(peers):
     torch.testing.assert_close(model(ids).logits, dense, rtol=1e-9, atol=1e-9)
     predictors.use(torch.zeros_like)
     torch.testing.assert_close(model(ids, use_cache=False).logits, dense, rtol=1e-9, atol=1e-9)
+
+
+def test_open_gates_leave_layers_with_a_sliding_window_as_they_are(peers):
+    ids = token_ids()
+    whole = loud_model("mistral", sliding_window=None)(ids, use_cache=False).logits
+    model = loud_model("mistral", sliding_window=4)
+    dense = model(ids, use_cache=False).logits
+    assert not torch.allclose(whole, dense, atol=0.1)
+    predictors = peers.gated_attention.GatePredictors(model, window=WINDOW, bias=0.0, scale=1.0)
+    predictors.use(torch.zeros_like)
+    torch.testing.assert_close(model(ids, use_cache=False).logits, dense, rtol=1e-3, atol=1e-3)
+
+
+def test_a_model_whose_attention_has_sinks_or_a_softcap_is_rejected(peers):
+    for option in ("softcap", "s_aux"):
+        with pytest.raises(InputError, match=f"not supported: it has {option}"):
+            peers.gated_attention.gated_attention(
+                torch.nn.Module(), *[torch.ones(1, 1, 1, 1)] * 3, None, **{option: torch.ones(1)}
+            )
 
 
 def test_a_closed_slot_is_hidden_from_the_window_on_as_by_transformers_own_mask(peers):

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from kvcat.errors import InputError
 from kvcat.models import decoder_layers
 
 NAME = "peer-gated"
@@ -107,7 +108,13 @@ def gated_attention(
     """SDPA attention as transformers computes it, and the gates of the layer where it has some.
 
     Args are those of transformers; the text has neither padding nor a cache where gates are used.
+
+    Raises:
+        InputError: attention with a soft-cap or sinks, which SDPA would leave out.
     """
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise InputError(f"{type(module).__name__} is not supported: it has {name}")
     gate = getattr(module, "peer_gate", None)
     if gate is None:
         out, _ = sdpa_attention_forward(
@@ -117,6 +124,8 @@ def gated_attention(
     assert query.shape[2] == key.shape[2], "gated attention has no cache"
     num_queries_per_head = query.shape[1] // key.shape[1]
     bias = gate_bias(*gate).to(query.dtype)
+    if attention_mask is not None:  # that of a sliding window
+        bias = bias.masked_fill(~attention_mask, -torch.inf)
     out = functional.scaled_dot_product_attention(
         query,
         key.repeat_interleave(num_queries_per_head, dim=1),

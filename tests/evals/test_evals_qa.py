@@ -1,3 +1,4 @@
+import copy
 import importlib.util
 import json
 from pathlib import Path
@@ -9,7 +10,14 @@ from small_evaluations import tiny
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.qa import QAExample, QATask, cloze_values, make_task, read_examples
+from kvcat.evals.qa import (
+    QAExample,
+    QATask,
+    cloze_values,
+    log_likelihoods,
+    make_task,
+    read_examples,
+)
 from tiny import byte_tokenizer
 
 pytestmark = pytest.mark.filterwarnings(
@@ -203,6 +211,16 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     assert fingerprint(pair[0]) == before
     monkeypatch.setattr("kvcat.evals.qa.log_likelihoods", None)
     assert evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False) == records
+
+
+@needs_harness
+def test_the_likelihoods_of_a_bfloat16_model_are_not_rounded_to_bfloat16(pair):
+    model = copy.deepcopy(pair[0]).to(torch.bfloat16)
+    tokenizer = pair[1]
+    for question, scores in zip(EXAMPLES, log_likelihoods(model, tokenizer, EXAMPLES), strict=True):
+        choices = zip(question.contexts, question.texts, strict=True)
+        expected = [naive(model, tokenizer, *choice) for choice in choices]
+        assert scores == pytest.approx(expected, abs=0.01)
 
 
 def test_each_accuracy_has_a_different_argmax():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import shutil
 import signal
 import time
 from functools import partial
@@ -17,10 +18,11 @@ from kvcat.training import run as run_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
+from kvcat.training.export import export_checkpoint
 from kvcat.training.loop import train
 from kvcat.training.schedule import learning_rate
 from kvcat.training.signals import Stopped, stop_requests
-from training_runs import assert_same, exported, records, start_command, state
+from training_runs import assert_same, config, exported, records, start_command, state
 
 
 @pytest.mark.parametrize("policy", ["router", "random"])
@@ -138,7 +140,8 @@ def test_a_run_with_parameters_that_get_no_gradient_resumes(monkeypatch, new_run
 
     def load(*arguments, **options):
         model, tokenizer = original(*arguments, **options)
-        model.vision = torch.nn.Linear(2, 2)
+        model.vision = torch.nn.Linear(2, 2, bias=False)
+        torch.nn.init.eye_(model.vision.weight)  # the same model each time
         return model, tokenizer
 
     monkeypatch.setattr(run_module, "load", load)
@@ -181,6 +184,25 @@ def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
     assert TrainConfig.from_dict(read_json(tmp_path / "b" / "config.json")) == dataclasses.replace(
         broken, **changed
     )
+
+
+def test_a_run_is_neither_continued_nor_exported_with_another_model_in_the_place_of_its_first(
+    tiny_folder, texts_folder, tmp_path, monkeypatch
+):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_folder, model)
+    run = config(model, texts_folder, tmp_path / "run", policy="random", teacher="frozen")
+    stopped(run, 3, monkeypatch)
+    settings = read_json(model / "config.json")
+    write_json(model / "config.json", {**settings, "rms_norm_eps": 0.1})
+    problem = "holds another run: .* is no longer the model that it started from"
+    with pytest.raises(InputError, match=problem):
+        train(run, progress=False)
+    (checkpoint,) = folders(tmp_path / "run")[-1:]
+    with pytest.raises(InputError, match=problem):
+        export_checkpoint(checkpoint, tmp_path / "export")
+    write_json(model / "config.json", settings)
+    train(run, progress=False)
 
 
 def test_a_finished_run_continues_to_a_larger_number_of_steps(capsys, new_run):

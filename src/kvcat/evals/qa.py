@@ -367,7 +367,8 @@ def log_likelihoods(
 ) -> list[list[float]]:
     """The log-likelihoods, in nats, that lm-evaluation-harness gives to every choice.
 
-    If a context and its choice exceed the model's positions, the beginning of the context is cut.
+    The softmax is computed in float32, whatever the type of the model. If a context and its choice
+    exceed the model's positions, the beginning of the context is cut.
     """
     models = import_module("lm_eval.models.huggingface")
     instances = import_module("lm_eval.api.instance")
@@ -381,7 +382,10 @@ def log_likelihoods(
     logging.disable(logging.WARNING)  # the harness warns about a model in memory
     try:
         scorer = models.HFLM(
-            pretrained=model, tokenizer=_without_closing(tokenizer), batch_size=len(examples)
+            pretrained=model,
+            tokenizer=_without_closing(tokenizer),
+            batch_size=len(examples),
+            softmax_dtype="float32",  # else a sum in bfloat16 is rounded to sixteenths of a nat
         )
         scores = iter(scorer.loglikelihood(requests, disable_tqdm=True))
     finally:

@@ -14,7 +14,7 @@ from kvcat.training.checkpoint import load_module, verify
 from kvcat.training.config import TrainConfig
 from kvcat.training.log import METRICS_FILE
 from kvcat.training.objective import Objective
-from kvcat.training.run_folder import CONFIG_FILE
+from kvcat.training.run_folder import CONFIG_FILE, check_start
 
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
@@ -31,8 +31,8 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
         The folder.
 
     Raises:
-        InputError: the checkpoint is damaged, the folder contains something else or cannot be
-            written.
+        InputError: the checkpoint is damaged, the run started from another model, the folder
+            contains something else or cannot be written.
     """
     step = verify(checkpoint)["step"]
     run = checkpoint.parent.parent
@@ -41,6 +41,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     if not is_of_run:
         check_new_folder(target)
     model, tokenizer = load(config.model)
+    check_start(run, model)
     # a frozen teacher would be a copy of the model
     objective = Objective(model, replace(config, teacher="self"))
     load_module(checkpoint, objective)

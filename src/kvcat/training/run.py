@@ -59,12 +59,13 @@ class Run:
             progress: show progress on standard error.
 
         Raises:
-            InputError: no such model, no such data, too little text or disk space, or no whole
-                checkpoint.
+            InputError: no such model, or another one than the run started from; no such data, too
+                little text or disk space, or no whole checkpoint.
         """
         config = folder.config
         world = folder.world
         model, tokenizer = load(config.model, dtype="float32", device=str(world.device))
+        start = folder.check_start(model)
         if config.prefix_range is not None and config.masked_share:
             self_test(model, split=True)
         objective = Objective(model, config).to(world.device)
@@ -76,7 +77,7 @@ class Run:
         per_process = config.batch_size // world.size
         streams = range(world.rank * per_process, (world.rank + 1) * per_process)
         data = _open_data(folder, tokenizer, streams, loaded.states)
-        notes = loaded.notes + folder.record_config(loaded.step)
+        notes = loaded.notes + folder.record_config(loaded.step, start)
         log = RunLog(config, loaded.step, enabled=world.is_first, progress=progress)
         log.note(*notes)
         run = cls(config, world, objective, optimizer, checkpoints, data, streams, log, loaded.step)

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import nn
+from transformers import PreTrainedModel
 
+from kvcat.cache import fingerprint, fingerprint_like
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl, claim_folder, one_writer, read_json, read_jsonl, write_json
 from kvcat.training.checkpoint import folders, step_of
@@ -23,6 +25,7 @@ from kvcat.training.objective import Record
 CONFIG_FILE = "config.json"
 CHANGES_FILE = "changes.jsonl"
 DONE_FILE = "done.json"
+START_FILE = "start.json"
 _MAY_CHANGE = {
     "output",
     "device",
@@ -101,13 +104,42 @@ class RunFolder:
         _check_disk(self.config, module)
 
     @first_process
-    def record_config(self, step: int) -> list[str]:
-        """Write the configuration, and what it changes from a step on; returns lines for people."""
+    def check_start(self, model: PreTrainedModel) -> str:
+        """``check_start`` of this folder."""
+        return check_start(self.path, model)
+
+    @first_process
+    def record_config(self, step: int, start: str) -> list[str]:
+        """Write the configuration, and what it changes from a step on; returns lines for people.
+
+        ``start`` is the fingerprint of the model that the run starts from.
+        """
+        write_json(self.path / START_FILE, {"fingerprint": start})
         return _record_config(self.config, step, self.state.changes)
 
     def mark_done(self) -> None:
         """Record that the run is complete."""
         write_json(self.path / DONE_FILE, _done_record(self.config))
+
+
+def check_start(run: Path, model: PreTrainedModel) -> str:
+    """The fingerprint of the model that a run starts from, as it was loaded.
+
+    Raises:
+        InputError: the run has checkpoints, and started from another model.
+    """
+    file = run / START_FILE
+    # a run without checkpoints begins again; folders of earlier versions record no model
+    if not folders(run) or not file.exists():
+        return fingerprint(model)
+    recorded = read_json(file)["fingerprint"]
+    actual = fingerprint_like(recorded, model)
+    if actual != recorded:
+        name = model.config.name_or_path
+        raise InputError(
+            f"{run} holds another run: {name} is no longer the model that it started from"
+        )
+    return actual
 
 
 def _read_state(config: TrainConfig) -> FolderState:
