@@ -1,15 +1,23 @@
 """Which documents are held out, and which copies are left out."""
 
+from functools import partial
 from itertools import count
 
 import pytest
 
-from kvcat.data import Document, hash_order, split_documents, split_of
+from kvcat.data import (
+    Document,
+    hash_order,
+    open_documents,
+    prepare,
+    split_documents,
+    split_of,
+)
 from kvcat.data import split as split_module
 from kvcat.data.split import drop_copies, drop_near_duplicates, training_splits
 from kvcat.errors import InputError
 from text_files import texts, write_table
-from tiny import sentences
+from tiny import byte_tokenizer, refusal, sentences
 
 HELD_OUT = ("validation", "test")
 
@@ -91,6 +99,20 @@ def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of
         assert [d.id for d in split_documents("texts", split)] == [name]
         with pytest.raises(InputError, match=f"no document in split '{split}'"):
             split_documents("installed", split)
+
+
+def test_installed_sources_are_neither_streamed_nor_prepared_as_their_copies_would_be_kept(
+    tmp_path,
+):
+    for read in (open_documents, partial(split_documents, split="validation")):
+        assert "held-out copies can be left out: give installed" in refusal(
+            read, "stream:installed"
+        )
+    folder = tmp_path / "tokens"
+    assert "held-out copies can be left out" in refusal(
+        prepare, "installed", byte_tokenizer(), folder
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):

@@ -11,7 +11,7 @@ from kvcat.cache.codes import (
     most_bytes_per_slot,
     round_values,
 )
-from kvcat.cache.compact import CompactCache, first_slot_facts, slot_facts
+from kvcat.cache.compact import CompactCache, slot_facts
 from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
@@ -63,7 +63,6 @@ __all__ = [
     "fingerprint",
     "fingerprint_like",
     "first_ids",
-    "first_slot_facts",
     "first_slots",
     "held_factors",
     "joined_first_ids",

@@ -22,13 +22,7 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
-from kvcat.cache.first_tokens import (
-    FIRST_SLOTS,
-    first_slots,
-    of_examples,
-    positions_by_head,
-    same_documents,
-)
+from kvcat.cache.first_tokens import first_slots, of_examples, positions_by_head, same_documents
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
@@ -504,18 +498,6 @@ def _state_layer(
     if window is not None:
         return WindowState(state, num_tokens, window=window, read_only=read_only)
     return RecurrentState(state, read_only=read_only)
-
-
-def first_slot_facts(cache: CompactCache) -> dict[str, str]:
-    """Metadata about which of the first tokens have a slot; empty if that is not known."""
-    recorded = first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
-    if not recorded and FIRST_SLOTS in cache.metadata:  # of a cache in few bits
-        recorded = {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
-    if not recorded and cache.mean_slots == cache.num_tokens and "protected" not in cache.metadata:
-        every_token = torch.arange(cache.num_tokens)
-        counts = [layer.counts for layer in cache.layers]
-        recorded = first_slots([[[every_token] * each.shape[1]] * len(each) for each in counts])
-    return recorded
 
 
 def slot_facts(cache: CompactCache) -> dict[str, str]:

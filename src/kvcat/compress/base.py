@@ -21,7 +21,8 @@ from kvcat.compress.protection import (
     protected_layer,
     protecting,
 )
-from kvcat.compress.trace import Range, Trace
+from kvcat.compress.ranges import Range
+from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast

@@ -23,8 +23,9 @@ from kvcat.cache import (
     slot_facts,
 )
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
+from kvcat.compress.ranges import parsed_ranges, range_text, slot_positions
 from kvcat.compress.refit import refit_slots
-from kvcat.compress.trace import Trace, parsed_ranges, range_text, slot_positions
+from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation

@@ -10,7 +10,8 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcat.cache import CompactCache
 from kvcat.choices import DocumentSupervision
 from kvcat.compress.chat import ChatTemplate, chat_parts
-from kvcat.compress.trace import Range, Reconstruction, Trace
+from kvcat.compress.ranges import Range
+from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError
 from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids

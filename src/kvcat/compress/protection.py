@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer, Layer
-from kvcat.compress.trace import Range, Trace, range_text
+from kvcat.compress.ranges import Range, range_text
+from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.types import Tensor
 

@@ -20,14 +20,13 @@ from kvcat.cache import (
     slot_facts,
 )
 from kvcat.choices import Supervision
+from kvcat.compress.ranges import Range, num_positions, range_text, slot_positions
 from kvcat.compress.rows import Rows
 from kvcat.errors import InputError
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
-Range = tuple[int, int]
-"""The first position and the position after the last one."""
 
 
 @dataclass(frozen=True)
@@ -386,30 +385,6 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
     )
     held_out_queries = [queries[:, :, num_learned:] for queries in trace.queries]
     return learn, replace(trace, supervision_start=split, queries=held_out_queries)
-
-
-def range_text(ranges: Sequence[Range]) -> str:
-    """Ranges as text, such as "0:24,40:48"."""
-    return ",".join(f"{start}:{stop}" for start, stop in ranges)
-
-
-def parsed_ranges(text: str) -> tuple[Range, ...]:
-    """The ranges in a text of ``range_text``."""
-    pairs = [each.split(":") for each in text.split(",") if each]
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
-def num_positions(ranges: Sequence[Range]) -> int:
-    """The number of positions in ranges that do not overlap."""
-    return sum(stop - start for start, stop in ranges)
-
-
-def slot_positions(protected: Sequence[Range], num_tokens: int) -> Int[Tensor, " slots"]:
-    """The position of each slot of a head with a slot for every token, protected ones first."""
-    is_protected = torch.zeros(num_tokens, dtype=torch.bool)
-    for start, stop in protected:
-        is_protected[start:stop] = True
-    return torch.cat([is_protected.nonzero(), (~is_protected).nonzero()]).squeeze(1)
 
 
 def sampled_positions(prefix_len: int) -> Int[Tensor, " sampled"]:

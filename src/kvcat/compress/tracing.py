@@ -22,7 +22,8 @@ from kvcat.cache import (
 )
 from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
-from kvcat.compress.trace import Reconstruction, Trace, parsed_ranges, sampled_positions
+from kvcat.compress.ranges import parsed_ranges
+from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
 from kvcat.errors import InputError, check_least
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of

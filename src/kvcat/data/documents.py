@@ -58,6 +58,9 @@ SKIPPED_FOLDERS = frozenset(
     )
 )
 INSTALLED_BYTES = range(400, 400_001)  # sizes of the files that are used of the installed sources
+INSTALLED = "installed"
+"""The source that names the Python sources of this installation."""
+READ_WHOLE = "the installed sources are read whole, so that held-out copies can be left out"
 TOKENS_INDEX = "tokens.json"
 """A folder that holds this file holds tokens, not text."""
 PIECE_CHARACTERS = 1 << 14
@@ -122,8 +125,10 @@ def open_source(name: str, *, revision: str | None = None) -> Source:
     if name.startswith(HUB_PREFIX):
         return _hub_source(name, revision)
     local_name = name.removeprefix("stream:")
+    if local_name == INSTALLED and name != INSTALLED:
+        raise InputError(f"{READ_WHOLE}: give {INSTALLED}, not {name}")
     path = Path(local_name).expanduser()
-    files = _installed_files() if local_name == "installed" else _local_files(path)
+    files = _installed_files() if local_name == INSTALLED else _local_files(path)
     sizes = [f"{file.name} {Path(file.url).stat().st_size}" for file in files]
     return Source(name, tuple(files), _digest(sizes))
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Literal
 
-from kvcat.data.documents import Document, open_documents
+from kvcat.data.documents import INSTALLED, Document, open_documents
 from kvcat.errors import InputError
 from kvcat.hub import HUB_PREFIX
 
@@ -54,7 +54,7 @@ def split_documents(
         return list(islice(_of_split(documents, split), limit))
     documents = list(documents)
     chosen = list(_of_split(documents, split))
-    if source == "installed" and split in ("validation", "test"):
+    if source == INSTALLED and split in ("validation", "test"):
         chosen = drop_near_duplicates(chosen, _of_split(documents, "train"))
     if not chosen:
         raise InputError(
@@ -87,7 +87,7 @@ def training_splits(source: str, seed: int) -> tuple[list[Document], list[Docume
         splits[split_of(document.id)].append(document)
     train = splits["train"]
     validation = splits["validation"]
-    if source == "installed":
+    if source == INSTALLED:
         train = drop_copies(hash_order(train, 0))
         validation = drop_near_duplicates(validation, train)
     if not validation and len(train) > 1:

@@ -18,7 +18,14 @@ from transformers import PreTrainedTokenizerBase
 
 import kvcat
 from kvcat.choices import Bos
-from kvcat.data.documents import TOKENS_INDEX, Source, open_source, read_documents
+from kvcat.data.documents import (
+    INSTALLED,
+    READ_WHOLE,
+    TOKENS_INDEX,
+    Source,
+    open_source,
+    read_documents,
+)
 from kvcat.data.packing import Encoder
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError, check_least
@@ -121,7 +128,7 @@ def prepare(
     ``TOKENIZERS_PARALLELISM=false``.
 
     Args:
-        source: as in ``open_documents``.
+        source: as in ``open_documents``, except "installed".
         tokenizer: with a fast form and an EOS token.
         folder: absent or empty.
         max_tokens: training tokens after which reading ends, once there is a validation document.
@@ -133,6 +140,8 @@ def prepare(
         InputError: a source, folder or tokenizer that cannot be used, too little disk space, no
             document of a split. Then no files are left, except tokens of a Hub data set.
     """
+    if source == INSTALLED:
+        raise InputError(f"{READ_WHOLE}: train with --data {INSTALLED}, which prepares nothing")
     target = Path(folder).expanduser()
     if target.is_symlink():
         target = resolved(target)

@@ -20,7 +20,8 @@ from kvcat.cache import (
     CompactCache,
     CompactLayer,
     fingerprint,
-    first_slot_facts,
+    first_slots,
+    positions_by_head,
 )
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
@@ -130,6 +131,18 @@ def export_prefix(
     }
     write_tensors(Path(path), tensors, header, PREFIX)
     return plain
+
+
+def first_slot_facts(cache: CompactCache) -> dict[str, str]:
+    """Metadata about which of the first tokens have a slot; empty if that is not known."""
+    recorded = first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
+    if not recorded and FIRST_SLOTS in cache.metadata:  # of a cache in few bits
+        recorded = {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
+    if not recorded and cache.mean_slots == cache.num_tokens and "protected" not in cache.metadata:
+        every_token = torch.arange(cache.num_tokens)
+        counts = [layer.counts for layer in cache.layers]
+        recorded = first_slots([[[every_token] * each.shape[1]] * len(each) for each in counts])
+    return recorded
 
 
 @dataclass(frozen=True, kw_only=True)

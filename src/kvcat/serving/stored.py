@@ -5,10 +5,10 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvcat.cache import CompactCache, are_comparable, first_slot_facts
+from kvcat.cache import CompactCache, are_comparable
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError
-from kvcat.serving.prefix import LayerStates, PackedDocument, wide_layer
+from kvcat.serving.prefix import LayerStates, PackedDocument, first_slot_facts, wide_layer
 from kvcat.serving.requests import NamedCaches
 from kvcat.serving.several import JoinedPrefix, WideRotation
 

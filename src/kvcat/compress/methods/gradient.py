@@ -27,7 +27,8 @@ from kvcat.compress.calibration import budget_digests
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.protection import protecting
-from kvcat.compress.trace import Range, Trace, range_text
+from kvcat.compress.ranges import Range, range_text
+from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.losses import chunked_distillation
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
+from kvcat.compress.ranges import Range, num_positions
 from kvcat.compress.sessions.state import SessionState
-from kvcat.compress.trace import Range, num_positions
 from kvcat.errors import InputError, check_least
 from kvcat.types import at_least_float32
 

@@ -12,13 +12,13 @@ from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.protection import clipped, joined_ranges, protecting
+from kvcat.compress.ranges import Range
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import check_settings, continued
 from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
 from kvcat.compress.sessions.state import SessionState
-from kvcat.compress.trace import Range
 from kvcat.errors import InputError, check_least
 from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
 from kvcat.tokenization import TextEncoder

@@ -19,7 +19,8 @@ from kvcat.cache import (
 )
 from kvcat.choices import NUM_FIRST
 from kvcat.compress.protection import clipped
-from kvcat.compress.trace import PastQueries, Range, Trace, parsed_ranges, range_text
+from kvcat.compress.ranges import Range, parsed_ranges, range_text
+from kvcat.compress.trace import PastQueries, Trace
 from kvcat.compress.tracing import joined_log_bias
 from kvcat.models import capture, frozen
 from kvcat.types import Float, Int, Tensor
