@@ -101,17 +101,12 @@ def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of
             split_documents("installed", split)
 
 
-def test_installed_sources_are_neither_streamed_nor_prepared_as_their_copies_would_be_kept(
-    tmp_path,
-):
+def test_installed_sources_are_not_streamed_nor_prepared_which_would_keep_copies(tmp_path):
     for read in (open_documents, partial(split_documents, split="validation")):
-        assert "held-out copies can be left out: give installed" in refusal(
-            read, "stream:installed"
-        )
-    folder = tmp_path / "tokens"
-    assert "held-out copies can be left out" in refusal(
-        prepare, "installed", byte_tokenizer(), folder
-    )
+        message = refusal(read, "stream:installed")
+        assert "held-out copies can be left out: give installed" in message
+    message = refusal(prepare, "installed", byte_tokenizer(), tmp_path / "tokens")
+    assert "held-out copies can be left out: train with" in message
     assert not list(tmp_path.iterdir())
 
 
