@@ -247,3 +247,21 @@ def test_opened_data_trains_on_training_documents_and_validates_on_others(corpor
     assert tokenizer.decode(data.validation.flatten().tolist()).split(":")[0] in numbers
     assert data.train.read().shape == (3, 8)
     assert len(data.validation) <= 5
+
+
+@pytest.mark.parametrize("form", ["stream:", ""])
+def test_a_state_belongs_to_its_validation_documents(tmp_path, tokenizer, form):
+    documents = texts(200)
+    write_lines(tmp_path / "a.jsonl", documents)
+    options = {"seq_len": 8, "batch_size": 3, "max_steps": 9, "validation_sequences": 5, "seed": 1}
+    source = f"{form}{tmp_path / 'a.jsonl'}"
+    state = open_tokens(source, tokenizer, **options).state_dict()
+    open_tokens(source, tokenizer, **options).load_state_dict(state)
+    for name in of_split(documents, "validation"):
+        documents[name] = documents[name][::-1]  # as many bytes, so that the file has its old size
+    write_lines(tmp_path / "a.jsonl", documents)
+    changed = open_tokens(source, tokenizer, **options)
+    with pytest.raises(InputError, match="belongs to other data: its validation is"):
+        changed.load_state_dict(state)
+    del state["validation"]  # as in checkpoints of earlier versions
+    changed.load_state_dict(state)

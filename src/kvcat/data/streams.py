@@ -267,7 +267,7 @@ def _check_identity(state: Mapping[str, Any], expected: Mapping[str, Any]) -> No
     earlier = {"opening": []}  # runs of earlier versions record no opening: they had none
     recorded = {**earlier, **state}
     for name, value in expected.items():
-        recorded_value = recorded.get(name, value)  # and no "tokens"
+        recorded_value = recorded.get(name, value)  # and no "tokens", no "validation"
         if recorded_value != value:
             raise InputError(
                 f"the saved position belongs to other data: its {name} is {recorded_value!r}, not "
@@ -280,6 +280,18 @@ class TokenData(NamedTuple):
 
     train: TokenLoader
     validation: Int[Tensor, "sequences tokens"]  # of documents that are not trained on
+
+    def state_dict(self) -> dict[str, Any]:
+        """The positions of this process's streams and a hash of the validation tokens, as JSON."""
+        return {**self.train.state_dict(), **self._validation_identity()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state; ``InputError`` if it belongs to other data."""
+        self.train.load_state_dict(state)
+        _check_identity(state, self._validation_identity())
+
+    def _validation_identity(self) -> dict[str, Any]:
+        return {"validation": crc32(self.validation.numpy().tobytes())}
 
 
 def open_tokens(

@@ -253,7 +253,7 @@ class Trainer:
 
     def _save(self) -> None:
         run = self.run
-        state = run.data.train.state_dict()
+        state = run.data.state_dict()
         run.checkpoints.save(run.step, state, lambda folder: run.log.note(f"saved {folder}"))
 
     def _check_norm(self, whose: str, norm: float, limit: float) -> None:

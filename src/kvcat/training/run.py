@@ -112,5 +112,5 @@ def _open_data(
         bos=config.bos,
     )
     if place:
-        data.train.load_state_dict(place)
+        data.load_state_dict(place)
     return data
