@@ -148,6 +148,7 @@ def test_a_file_gives_the_same_cache_and_has_as_many_bytes_as_are_counted(tmp_pa
     loaded = CompactCache.load(tmp_path / "doc")
     assert loaded.bits == Bits.parse(bits)
     assert loaded.metadata == {"method": "by hand", "bits": str(bits)}
+    assert loaded.unpacked().metadata == {"method": "by hand"}
     for layer, other in zip(cache.layers, loaded.layers, strict=True):
         assert layer.dtype == other.dtype
         for name, tensor in layer.tensors().items():

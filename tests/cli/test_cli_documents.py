@@ -313,7 +313,19 @@ def test_info_compares_with_a_dense_cache_that_has_values_of_other_width_and_who
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     num_bytes = (20 + 4) * 2 * (8 + 6) * 4
-    assert f"{num_bytes:,}, 100.0 % of the {num_bytes:,} of the" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert f"{num_bytes:,}, 100.0 % of the {num_bytes:,} of the" in shown
+    assert "1 layers, 2 KV heads of 8 key and 6 value channels" in shown
+
+
+def test_info_shows_the_different_numbers_of_heads_and_channels_of_the_layers(tmp_path, capsys):
+    layers = []
+    for num_heads, num_channels in ((4, 8), (1, 16)):
+        states = torch.ones(1, num_heads, 3, num_channels)
+        layers.append(CompactLayer(states, states.clone()))
+    CompactCache(layers, 20, "c" * 64, {"method": "dense"}).save(tmp_path / "c")
+    assert kvcat("info", tmp_path / "c") == 0
+    assert "2 layers, 1 to 4 KV heads of 8 to 16 channels" in capsys.readouterr().out
 
 
 def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one_line(

@@ -294,6 +294,19 @@ def test_a_cache_records_how_its_document_became_tokens(chat, supervision, tmp_p
         assert "another chat template" in refusal(question_ids, tokenizer, "what?", cache=cache)
 
 
+def test_a_cache_that_grew_by_a_trace_knows_the_template_of_its_document():
+    tokenizer = byte_tokenizer()
+    model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=512)
+    first = document_trace(model, tokenizer, DOCUMENT, supervision="self", chat=True)
+    past = kvcat.AttentionMatching()(first, keep_ratio=0.5)
+    question = question_ids(tokenizer, "what?", cache=past)
+    ids = torch.cat([first.input_ids, question], dim=1)
+    grown = kvcat.trace(model, ids, first.prefix_len + 2, past=past)
+    for cache in (grown.dense_cache(), kvcat.AttentionMatching()(grown, keep_ratio=0.5)):
+        assert cache.metadata["chat"] == "yes"
+        assert cache.metadata["chat_template"] == past.metadata["chat_template"]
+
+
 def test_every_source_of_queries_is_recorded_by_its_name():
     tokenizer = byte_tokenizer()
     model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=512)

@@ -145,7 +145,8 @@ class CompactCache:
         """The cache in ordinary keys and values; itself if it is not in few bits."""
         if self.bits is None:
             return self
-        return replace(self, layers=self.ordinary_layers())
+        metadata = {name: fact for name, fact in self.metadata.items() if name != "bits"}
+        return replace(self, layers=self.ordinary_layers(), metadata=metadata)
 
     def ordinary_layers(self) -> list[Layer]:
         """The layers in ordinary keys and values."""

@@ -1,6 +1,6 @@
 """The commands ``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints for them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -259,16 +259,34 @@ def _shown(value: str) -> str:
     return short if short.isprintable() else repr(short)
 
 
+def _span(numbers: Iterable[int]) -> str:
+    """The smallest and the largest number, or the one number that all are."""
+    different = sorted(set(numbers))
+    if len(different) == 1:
+        return f"{different[0]}"
+    return f"{different[0]} to {different[-1]}"
+
+
+def _channels(of_keys: Sequence[int], of_values: Sequence[int]) -> str:
+    """The numbers of channels of keys and values, in words."""
+    if list(of_keys) == list(of_values):
+        return f"{_span(of_keys)} channels"
+    return f"{_span(of_keys)} key and {_span(of_values)} value channels"
+
+
 def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     """What ``kvcat info`` shows about a cache, by name."""
-    keys, _, _ = cache.layers[0].head(0, 0)
-    item_size = keys.itemsize if cache.bits is None else 2
+    item_size = cache.dtype.itemsize if cache.bits is None else 2
     num_tokens = cache.num_tokens
     counts = [layer.counts for layer in cache.layers]  # slots per head, (batch, kv_heads) per layer
     dense_bytes = 0
-    for layer in cache.layers:  # which may have other numbers of heads and channels
-        layer_keys, layer_values, _ = layer.head(0, 0)
-        num_channels = layer_keys.shape[-1] + layer_values.shape[-1]
+    key_channels = []
+    value_channels = []
+    for layer in cache.layers:  # which may have different numbers of heads and channels
+        keys, values, _ = layer.head(0, 0)
+        key_channels.append(keys.shape[-1])
+        value_channels.append(values.shape[-1])
+        num_channels = keys.shape[-1] + values.shape[-1]
         dense_bytes += layer.counts.numel() * num_tokens * num_channels * item_size
     dense_bytes += sum(state.nbytes for state in cache.states.values())
     settings = dict(cache.metadata)
@@ -281,8 +299,9 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
         f"({100 * cache.mean_slots / num_tokens:.1f} % kept), at most {cache.max_slots}",
-        "shape": f"{cache.batch_size} {examples}, {len(counts)} layers, {counts[0].shape[1]} KV "
-        f"heads of {keys.shape[-1]} channels, {_numbers(cache)}, "
+        "shape": f"{cache.batch_size} {examples}, {len(counts)} layers, "
+        f"{_span(layer_counts.shape[1] for layer_counts in counts)} KV heads of "
+        f"{_channels(key_channels, value_channels)}, {_numbers(cache)}, "
         f"{'with' if cache.has_log_bias else 'without'} log-bias",
         "bytes": f"{cache.nbytes:,}, {100 * cache.nbytes / dense_bytes:.1f} % of the "
         f"{dense_bytes:,} of the dense cache in {8 * item_size} bits",

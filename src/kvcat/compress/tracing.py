@@ -92,6 +92,8 @@ def trace(
         past_len = _check_past(past, model, prefix_len, sequence.input_ids, rope)
         past_layers = [layer.padded() for layer in past.layers]
         past = replace(past, layers=past_layers)
+        recorded = {name: past.metadata[name] for name in _ABOUT if name in past.metadata}
+        sequence = sequence._replace(about={**recorded, **sequence.about})
     reads_itself = sequence.supervision == "self"
     prefix_positions = _kept_positions(past_len, prefix_len, every=reads_itself)
     query_positions = prefix_positions
@@ -140,6 +142,10 @@ def trace(
         past_protected=past_protected,
         states=states_after,
     )
+
+
+_ABOUT = ("chat", "chat_template")
+"""Entries of ``Reconstruction.about``, which also hold for a longer text with the same start."""
 
 
 class _Sequence(NamedTuple):
