@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import kvcat
 from kvcat.data import split_documents
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.training import TrainConfig
 from kvcat.training.objective import Objective
 
@@ -58,8 +58,10 @@ def gradients(
     dense = Objective(model, TrainConfig(**common, policy="control"))
     masked = Objective(model, TrainConfig(**common, policy="random", anchor_weight=0.0))
     rows = []
-    for index, (_, text) in enumerate(tqdm(texts, desc=model_name)):
+    for index, (name, text) in enumerate(tqdm(texts, desc=model_name)):
         ids = tokenizer(text, return_tensors="pt").input_ids[0]
+        if len(ids) < options.tokens:
+            raise InputError(f"{name} has {len(ids)} tokens, fewer than the {options.tokens} asked")
         starts = np.linspace(0, len(ids) - options.tokens, options.windows + 2).astype(int)[1:-1]
         pair = []
         for objective in (dense, masked):

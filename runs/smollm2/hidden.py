@@ -20,7 +20,7 @@ from tqdm import tqdm
 import kvcat
 from kvcat.compress.base import received_mass
 from kvcat.data import split_documents
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.files import read_json
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
@@ -79,14 +79,17 @@ def main() -> None:
     starts = [*masked_pass.group_starts, model.config.num_hidden_layers]
     counts: dict[str, list[int]] = defaultdict(lambda: [0] * len(starts))
     shares = {start: [0.0, 0.0] for start in starts[:-1]}
-    texts = [document.text for document in split_documents(options.data, "all")][
-        : options.documents
-    ]
-    for text in tqdm(texts):
+    texts = [(d.id, d.text) for d in split_documents(options.data, "all")][: options.documents]
+    for name, text in tqdm(texts):
         middle = text[len(text) // 2 :][: 12 * options.tokens]
         ids = tokenizer(middle, return_tensors="pt", add_special_tokens=False).input_ids[
             :, : options.tokens
         ]
+        if ids.shape[1] < options.tokens:
+            raise InputError(
+                f"the second half of {name} has {ids.shape[1]} tokens, fewer than the "
+                f"{options.tokens} asked"
+            )
         keep = {start: kept[0] > 0 for start, kept in masked_pass.hidden(ids).keep.items()}
         mass = received_mass(kvcat.trace(model, ids, supervision="self"), 0)
         inner = slice(1, ids.shape[1] - LAST)

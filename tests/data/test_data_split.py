@@ -16,7 +16,7 @@ from kvcat.data import (
 from kvcat.data import split as split_module
 from kvcat.data.split import drop_copies, drop_near_duplicates, training_splits
 from kvcat.errors import InputError
-from text_files import texts, write_table
+from text_files import texts, write_lines, write_table
 from tiny import byte_tokenizer, refusal, sentences
 
 HELD_OUT = ("validation", "test")
@@ -85,7 +85,7 @@ def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of
         split: next(f"held {i}" for i in range(200) if split_of(f"held {i}") == split)
         for split in HELD_OUT
     }
-    names = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:4]
+    *names, last = [f"d{i}" for i in range(40) if split_of(f"d{i}") == "train"][:5]
     documents = [Document(name, lines("the same", 10)) for name in names]
     documents += [Document(name, lines("held", 10)) for name in splits.values()]
     monkeypatch.setattr(split_module, "open_documents", lambda _: iter(documents))
@@ -93,7 +93,7 @@ def test_documents_of_the_installation_hold_no_copies_nor_held_out_ones_lines_of
     assert [d.id for d in training_splits("installed", 1)[1]] == [splits["validation"]]
     for split, name in splits.items():
         assert [d.id for d in split_documents("installed", split)] == [name]
-    documents.append(Document(names[0], lines("held", 10)))
+    documents.append(Document(last, lines("held", 10)))
     assert splits["validation"] not in {d.id for d in training_splits("installed", 1)[1]}
     for split, name in splits.items():
         assert [d.id for d in split_documents("texts", split)] == [name]
@@ -119,6 +119,46 @@ def test_where_no_document_falls_into_validation_one_is_held_out(tmp_path):
     write_table(tmp_path / "a.parquet", texts(1))
     with pytest.raises(InputError, match=r"too few documents \(1\)"):
         training_splits(str(tmp_path), 0)
+
+
+def test_the_pieces_of_a_text_among_others_are_in_one_split_and_evaluated_as_one(tmp_path):
+    long = "a line of some words\n" * 2000  # three pieces
+    names = [f"{number}.txt" for number in range(40)]
+    for name in names:
+        (tmp_path / name).write_text(name + long)
+    train, validation = training_splits(str(tmp_path), 0)
+    assert len(train) % 3 == len(validation) % 3 == 0
+    trained_on = {document.id.partition("#")[0] for document in train}
+    held_out = {document.id.partition("#")[0] for document in validation}
+    assert len(trained_on) == len(train) // 3 > 30
+    assert len(held_out) == len(validation) // 3 > 0
+    assert not trained_on & held_out
+    documents = split_documents(str(tmp_path), "all")
+    assert {document.id: document.text for document in documents} == {
+        f"{name}#0": name + long for name in names
+    }
+    of_validation = split_documents(str(tmp_path), "validation")
+    assert {document.id.partition("#")[0] for document in of_validation} == held_out
+
+
+def test_a_whole_text_is_held_out_where_none_falls_into_validation(tmp_path):
+    names = [f"{i}.txt" for i in range(40) if split_of(f"{i}.txt#0") == "train"][:3]
+    for name in names:
+        (tmp_path / name).write_text("a line of some words\n" * 2000)
+    train, validation = training_splits(str(tmp_path), 0)
+    assert (len(train), len(validation)) == (6, 3)
+    assert len({document.split_id for document in validation}) == 1
+    # the pieces of a text alone are documents
+    train, validation = training_splits(str(tmp_path / names[0]), 0)
+    assert len(train) + len(validation) == 3
+    assert len(validation) > 0
+
+
+def test_documents_of_one_name_are_not_joined(tmp_path):
+    write_lines(tmp_path / "a.jsonl", {"same": "the cat"})
+    write_lines(tmp_path / "b.jsonl", {"same": "a dog"})
+    texts_read = [document.text for document in split_documents(str(tmp_path), "all")]
+    assert texts_read == ["the cat", "a dog"]
 
 
 def test_a_stream_is_read_no_further_than_the_limit(monkeypatch):

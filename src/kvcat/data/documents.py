@@ -72,10 +72,22 @@ _LOGGER = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Document:
-    """A text with a name that does not depend on the machine."""
+    """A text with a name that does not depend on the machine.
+
+    Args:
+        id: the name.
+        text: all of it.
+        text_id: the name of the longer text that this is a piece of; "": it is no piece.
+    """
 
     id: str
     text: str
+    text_id: str = ""
+
+    @property
+    def split_id(self) -> str:
+        """The name that decides the split: pieces of one text are in the same split."""
+        return self.text_id or self.id
 
 
 @dataclass(frozen=True)
@@ -87,6 +99,7 @@ class SourceFile:
     kind: str  # parquet, jsonl, text or python
     text_field: str = "text"  # column of a table
     id_field: str = "id"  # column of a table that names its documents
+    is_one_text: bool = False  # the pieces of a plain text belong together
 
 
 @dataclass(frozen=True)
@@ -104,8 +117,10 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
     A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
     Characters of a row that are not Unicode, such as half of an emoji, become U+FFFD, and a warning
     names the file's first such row. A plain text longer than 16,384 characters becomes consecutive
-    documents of at most that size, cut at line ends. In a folder, files with other suffixes are
-    left out; if the source is such a file itself, it is read as plain text.
+    pieces of at most that size, cut at line ends. If the source has other files as well, they
+    record that they are pieces of one text (``text_id``); if it is the only file, they are
+    documents. In a folder, files with other suffixes are left out; if the source is such a file
+    itself, it is read as plain text.
 
     Raises:
         InputError: no source of that name, a source without a readable file, or no connection to
@@ -308,7 +323,8 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
     recorded_id = columns.get(file.id_field)
     has_id = recorded_id not in (None, "")  # 0 is an id
     name = str(recorded_id) if has_id else f"{file.name}#{row}"
-    document = Document(repaired(name), repaired(text))
+    text_id = f"{file.name}#0" if file.is_one_text else ""
+    document = Document(repaired(name), repaired(text), repaired(text_id))
     if is_damaged or document.text != text:
         _report_damage(where, file.url)
     return document
@@ -390,7 +406,14 @@ def _local_files(path: Path) -> list[SourceFile]:
             files.append(SourceFile(file.relative_to(path).as_posix(), str(file), kind))
     if not files:
         raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
-    return files
+    return _whole_texts(files)
+
+
+def _whole_texts(files: list[SourceFile]) -> list[SourceFile]:
+    """The files of a source; each plain text is one text, unless it is the only file."""
+    if len(files) == 1:
+        return files
+    return [replace(file, is_one_text=file.kind == "text") for file in files]
 
 
 def _kind(name: str) -> str | None:
@@ -411,9 +434,9 @@ def _hub_source(name: str, revision: str | None) -> Source:
     """The files of a data set on the Hub; its revision is the commit."""
     data_set = HubDataSet.parse(name)
     urls = data_set.file_urls(revision)
-    files = tuple(_hub_file(data_set.repository, url) for url in urls)
+    files = _whole_texts([_hub_file(data_set.repository, url) for url in urls])
     commit = re.search(r"@([^/]+)/", urls[0])
-    return Source(name, files, _digest(urls) if commit is None else commit[1])
+    return Source(name, tuple(files), _digest(urls) if commit is None else commit[1])
 
 
 def _hub_file(repository: str, url: str) -> SourceFile:

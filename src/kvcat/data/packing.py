@@ -5,7 +5,7 @@ import json
 import math
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 
@@ -171,7 +171,7 @@ def excerpts(
     shortest_enough = bisect_left(range(int(lengths.max())), needed, key=total_length)
     limit = max(shortest_enough, int(MIN_SEQUENCES * characters_per_token * seq_len))
     for document in documents:
-        yield Document(document.id, _excerpt(document, limit, seed))
+        yield replace(document, text=_excerpt(document, limit, seed))
 
 
 def _excerpt(document: Document, limit: int, seed: int) -> str:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import groupby, islice
 from typing import Literal
 
 from kvcat.data.documents import INSTALLED, Document, open_documents
@@ -21,12 +21,12 @@ def name_seed(name: str) -> int:
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big")
 
 
-def split_of(document_id: str) -> Split:
-    """The split of a document by a hash of its name.
+def split_of(split_id: str) -> Split:
+    """The split of a document by a hash of its name (``Document.split_id``).
 
     The first 5 % of the range of the hash are test, the next 5 % validation.
     """
-    position = _hash_fraction(document_id)
+    position = _hash_fraction(split_id)
     if position < HELD_OUT_FRACTION:
         return "test"
     return "validation" if position < 2 * HELD_OUT_FRACTION else "train"
@@ -42,14 +42,16 @@ def split_documents(
 ) -> list[Document]:
     """The documents of one split of a source (``open_documents``), in the source's order.
 
-    The installed Python sources hold copies of their files: held-out documents that share many
+    A document is a whole text: pieces of one are joined. The names are relative to the source, so
+    that a subfolder, as a source of its own, has other splits than as a part of its folder. The
+    installed Python sources hold copies of their files: held-out documents that share many
     lines with training documents are left out. A ``hub:`` source is streamed, and only the first
     ``limit`` documents of the split are read.
 
     Raises:
         InputError: a local source has no document in that split.
     """
-    documents = open_documents(source)
+    documents = _joined(open_documents(source))
     if source.startswith(HUB_PREFIX):
         return list(islice(_of_split(documents, split), limit))
     documents = list(documents)
@@ -67,37 +69,48 @@ def split_documents(
 def _of_split(documents: Iterable[Document], split: Split | Literal["all"]) -> Iterator[Document]:
     """The documents of a split, in their order."""
     for document in documents:
-        if split in ("all", split_of(document.id)):
+        if split in ("all", split_of(document.split_id)):
             yield document
+
+
+def _joined(documents: Iterable[Document]) -> Iterator[Document]:
+    """The documents, with the consecutive pieces of each text as one."""
+    for text_id, group in groupby(documents, lambda document: document.text_id):
+        if text_id:
+            yield Document(text_id, "".join(piece.text for piece in group))
+        else:
+            yield from group
 
 
 def training_splits(source: str, seed: int) -> tuple[list[Document], list[Document]]:
     """Training and validation documents of a source, each in a random order.
 
     All of the source is read. Of the installed Python sources, documents that share many lines with
-    training documents are left out: more than half of some libraries are copies of their files. If
-    no document's hash falls into validation, the training document with the closest hash is held
-    out. The seed orders the training documents; validation always has the same order.
+    training documents are left out: more than half of some libraries are copies of their files.
+    Pieces of one text are in the same split. If no text's hash falls into validation, the training
+    text with the closest hash is held out. The seed orders the training documents; validation
+    always has the same order.
 
     Raises:
-        InputError: fewer than two documents.
+        InputError: no training document, or no other text than the one that is trained on.
     """
     splits: dict[Split, list[Document]] = {"train": [], "validation": [], "test": []}
     for document in open_documents(source):
-        splits[split_of(document.id)].append(document)
+        splits[split_of(document.split_id)].append(document)
     train = splits["train"]
     validation = splits["validation"]
     if source == INSTALLED:
         train = drop_copies(hash_order(train, 0))
         validation = drop_near_duplicates(validation, train)
-    if not validation and len(train) > 1:
-        closest = min(train, key=lambda document: _hash_fraction(document.id))
-        train.remove(closest)
-        validation = [closest]
+    names = {document.split_id for document in train}
+    if not validation and len(names) > 1:
+        closest = min(names, key=_hash_fraction)
+        validation = [document for document in train if document.split_id == closest]
+        train = [document for document in train if document.split_id != closest]
     if not train or not validation:
-        count = sum(len(documents) for documents in splits.values())
+        texts = {document.split_id for documents in splits.values() for document in documents}
         raise InputError(
-            f"{source} has too few documents ({count}) to train on some and validate on others"
+            f"{source} has too few documents ({len(texts)}) to train on some and validate on others"
         )
     return hash_order(train, seed), hash_order(validation, 0)
 
@@ -126,9 +139,9 @@ def drop_copies(documents: Iterable[Document]) -> list[Document]:
     return kept
 
 
-def _hash_fraction(document_id: str) -> float:
+def _hash_fraction(split_id: str) -> float:
     """A hash of a document's name, in [0, 1)."""
-    return name_seed(f"split:{document_id}") / 2**64
+    return name_seed(f"split:{split_id}") / 2**64
 
 
 def _lines(text: str) -> set[int]:

@@ -155,7 +155,7 @@ class TextStreams:
                     continue
                 first_row = start.row if is_first_epoch and item == start.item else 0
                 for row, document in read_documents(self.source.files[file], first_row, stripe):
-                    if split_of(document.id) == "train":
+                    if split_of(document.split_id) == "train":
                         is_empty = False
                         yield Position(epoch, item, row), self.encoder([document.text])[0]
             num_empty_epochs = num_empty_epochs + 1 if is_empty else 0
@@ -352,7 +352,7 @@ def _validation_documents(source: Source) -> Iterator[Document]:
     """The validation documents of a source, in the order of its files."""
     for file in source.files:
         for _, document in read_documents(file):
-            if split_of(document.id) == "validation":
+            if split_of(document.split_id) == "validation":
                 yield document
 
 

@@ -322,7 +322,7 @@ def _batches(source: Source, progress: dict[str, Any]) -> Iterator[_Batch]:
     start = progress["row"]
     for number in range(progress["file"], len(order)):
         for row, document in read_documents(source.files[order[number]], start):
-            split = split_of(document.id)
+            split = split_of(document.split_id)
             if split in texts:
                 texts[split].append(document.text)
                 num_characters += len(document.text)
