@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 import kvcat
 from kvcat.data import split_documents
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.training import TrainConfig
 from kvcat.training.objective import Objective
 
@@ -49,6 +49,19 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
     return sums
 
 
+def window_starts(name: str, num_tokens: int, options: argparse.Namespace) -> np.ndarray:
+    """The first tokens of the evenly spaced windows of a document.
+
+    Raises:
+        InputError: the document is shorter than a window.
+    """
+    if num_tokens < options.tokens:
+        raise InputError(
+            f"{name} has {num_tokens} tokens, fewer than one window of {options.tokens}"
+        )
+    return np.linspace(0, num_tokens - options.tokens, options.windows + 2).astype(int)[1:-1]
+
+
 def gradients(
     model_name: str, texts: list[tuple[str, str]], options: argparse.Namespace
 ) -> torch.Tensor:
@@ -58,9 +71,9 @@ def gradients(
     dense = Objective(model, TrainConfig(**common, policy="control"))
     masked = Objective(model, TrainConfig(**common, policy="random", anchor_weight=0.0))
     rows = []
-    for index, (_, text) in enumerate(tqdm(texts, desc=model_name)):
+    for index, (name, text) in enumerate(tqdm(texts, desc=model_name)):
         ids = tokenizer(text, return_tensors="pt").input_ids[0]
-        starts = np.linspace(0, len(ids) - options.tokens, options.windows + 2).astype(int)[1:-1]
+        starts = window_starts(name, len(ids), options)
         pair = []
         for objective in (dense, masked):
             model.zero_grad(set_to_none=True)
