@@ -1,5 +1,6 @@
 """The scripts in runs/ that compute figures themselves."""
 
+import argparse
 import importlib.util
 import os
 import subprocess
@@ -13,7 +14,9 @@ from transformers import DynamicCache
 
 import kvcat
 from kvcat.cache import cache_argument
-from tiny import loud_model
+from kvcat.training import TrainConfig
+from kvcat.training.objective import make_masked_pass
+from tiny import loud_model, refusal
 
 FOLDER = Path(__file__).parents[1] / "runs" / "smollm2"
 
@@ -91,6 +94,39 @@ def test_every_token_is_of_one_kind_of_text():
         (" cat", "short word"),
     ]
     assert ["seen before" in token_kinds for token_kinds in kinds_of_tokens] == [False] * 8 + [True]
+
+
+def test_slots_of_a_run_with_masked_suffixes_are_kept_by_the_dense_pass_as_in_training():
+    config = TrainConfig(
+        model="m",
+        output="o",
+        seq_len=40,
+        num_groups=2,
+        feature_dim=8,
+        router_noise=1.0,
+        prefix_range=(0.5, 0.9),
+    )
+    model = loud_model()
+    ids = torch.randint(0, 67, (1, 40), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad(), make_masked_pass(model, config) as masked_pass:
+        kept = script("hidden").kept_slots(masked_pass, ids, config)
+        states = model(input_ids=ids, use_cache=False, output_hidden_states=True).hidden_states
+        expected = {
+            0: masked_pass.policies["0"](states[0]),
+            1: masked_pass.policies["1"](states[1]),
+        }
+    for start, scores in expected.items():
+        is_kept = scores[0, :-1] > config.tau
+        is_kept[0] = True
+        assert torch.equal(kept[start], is_kept)
+        assert not is_kept.all()
+
+
+def test_a_document_shorter_than_a_window_has_no_gradient_of_a_window():
+    options = argparse.Namespace(tokens=512, windows=2)
+    starts = script("gradients").window_starts
+    assert starts("long", 812, options).tolist() == [100, 200]
+    assert "short has 300 tokens" in refusal(starts, "short", 300, options)
 
 
 def test_the_interval_of_a_mean_by_leaving_one_out_is_students():

@@ -49,6 +49,19 @@ def sketch(model: torch.nn.Module) -> torch.Tensor:
     return sums
 
 
+def window_starts(name: str, num_tokens: int, options: argparse.Namespace) -> np.ndarray:
+    """The first tokens of the evenly spaced windows of a document.
+
+    Raises:
+        InputError: the document is shorter than a window.
+    """
+    if num_tokens < options.tokens:
+        raise InputError(
+            f"{name} has {num_tokens} tokens, fewer than one window of {options.tokens}"
+        )
+    return np.linspace(0, num_tokens - options.tokens, options.windows + 2).astype(int)[1:-1]
+
+
 def gradients(
     model_name: str, texts: list[tuple[str, str]], options: argparse.Namespace
 ) -> torch.Tensor:
@@ -60,9 +73,7 @@ def gradients(
     rows = []
     for index, (name, text) in enumerate(tqdm(texts, desc=model_name)):
         ids = tokenizer(text, return_tensors="pt").input_ids[0]
-        if len(ids) < options.tokens:
-            raise InputError(f"{name} has {len(ids)} tokens, fewer than the {options.tokens} asked")
-        starts = np.linspace(0, len(ids) - options.tokens, options.windows + 2).astype(int)[1:-1]
+        starts = window_starts(name, len(ids), options)
         pair = []
         for objective in (dense, masked):
             model.zero_grad(set_to_none=True)

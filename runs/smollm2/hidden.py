@@ -22,6 +22,7 @@ from kvcat.compress.base import received_mass
 from kvcat.data import split_documents
 from kvcat.errors import InputError, run_script
 from kvcat.files import read_json
+from kvcat.models import MaskedPass
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
 
@@ -59,6 +60,20 @@ def kinds(pieces: list[str], ids: list[int]) -> list[set[str]]:
 
 
 @torch.no_grad()
+def kept_slots(
+    masked_pass: MaskedPass, ids: torch.Tensor, config: TrainConfig
+) -> dict[int, torch.Tensor]:
+    """Whether each slot of a text is kept, by the first layer of each group.
+
+    Where only suffixes were masked in training (``prefix_range``), the routers read the dense pass,
+    and so they do here: the suffix is the last token, which has no slot.
+    """
+    prefix_len = None if config.prefix_range is None else ids.shape[1] - 1
+    keep = masked_pass.hidden(ids, prefix_len=prefix_len).keep
+    return {start: kept[0] > 0 for start, kept in keep.items()}
+
+
+@torch.no_grad()
 def main() -> None:
     """Print one table."""
     parser = argparse.ArgumentParser(
@@ -70,9 +85,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=1024)
     options = parser.parse_args()
     model, tokenizer = kvcat.load(options.run / "export")
-    masked_pass = make_masked_pass(
-        model, TrainConfig.from_dict(read_json(options.run / "config.json"))
-    )
+    config = TrainConfig.from_dict(read_json(options.run / "config.json"))
+    masked_pass = make_masked_pass(model, config)
     if masked_pass is None:
         parser.error(f"{options.run} has no masked pass")
     masked_pass.load_state_dict(load_file(options.run / "routers.safetensors"))
@@ -90,7 +104,7 @@ def main() -> None:
                 f"the second half of {name} has {ids.shape[1]} tokens, fewer than the "
                 f"{options.tokens} asked"
             )
-        keep = {start: kept[0] > 0 for start, kept in masked_pass.hidden(ids).keep.items()}
+        keep = kept_slots(masked_pass, ids, config)
         mass = received_mass(kvcat.trace(model, ids, supervision="self"), 0)
         inner = slice(1, ids.shape[1] - LAST)
         for start, stop in itertools.pairwise(starts):
@@ -101,8 +115,9 @@ def main() -> None:
             largest = mean_mass.sort(descending=True).values[: int(kept.sum())]
             for place, share in enumerate((mean_mass[kept].sum(), largest.sum())):
                 shares[start][place] += (share / mean_mass.sum()).item() / len(texts)
-        pieces = [tokenizer.decode([token]) for token in ids[0].tolist()]
-        for place, token_kinds in enumerate(kinds(pieces, ids[0].tolist())):
+        tokens_with_slot = ids[0, : len(keep[starts[0]])].tolist()
+        pieces = [tokenizer.decode([token]) for token in tokens_with_slot]
+        for place, token_kinds in enumerate(kinds(pieces, tokens_with_slot)):
             for kind in token_kinds:
                 counts[kind][-1] += 1
                 for group, start in enumerate(starts[:-1]):

@@ -4,15 +4,29 @@ from functools import partial
 
 import pytest
 import torch
-from models_zoo import SUPPORTED, some_ids, supported
+from models_zoo import BASE, SUPPORTED, some_ids, supported
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kvcat.cache import layer_windows
 from kvcat.errors import InputError
 from kvcat.models import MaskedPass, decoder_layers, logits_from_hidden, self_test
 from kvcat.policies import AttentionMassPolicy, RandomPolicy, SparsificationPolicy
+from tiny import loud_model
 
 STARTS = (1, 2)
+WINDOWS_IN_MASKS = {
+    "phimoe": {"sliding_window": 5, "num_local_experts": 2},
+    "qwen2_moe": {
+        "sliding_window": 5,
+        "use_sliding_window": True,
+        "max_window_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "num_experts": 2,
+        "num_experts_per_tok": 1,
+        "moe_intermediate_size": 16,
+    },
+}
 
 
 class Sigmoid(SparsificationPolicy):
@@ -86,6 +100,33 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
             gradients.append([p.grad for p in (*model.parameters(), *masked_pass.parameters())])
     for plain, *recomputed in zip(*gradients, strict=True):
         assert all(torch.equal(plain, other) for other in recomputed)
+
+
+class Windows(AttentionMassPolicy):
+    """Records the windows that it gets."""
+
+    def forward(self, *args, **kwargs):
+        self.windows = [*getattr(self, "windows", []), kwargs["window"]]
+        return super().forward(*args, **kwargs)
+
+
+@pytest.mark.parametrize("prefix_len", [None, 8])
+@pytest.mark.parametrize("kind", WINDOWS_IN_MASKS)
+def test_a_window_that_a_model_applies_in_its_mask_alone_holds_in_both_passes(kind, prefix_len):
+    options = {**BASE, **WINDOWS_IN_MASKS[kind], "pad_token_id": None}
+    model = loud_model(kind, **options)
+    ids = some_ids()
+    with torch.no_grad():
+        stock = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    policies = {0: Windows(1.0), 1: Windows(1.0), 2: Windows(1.0)}  # which keep every slot
+    with MaskedPass(model, policies) as masked_pass, torch.no_grad():
+        out = masked_pass.hidden(ids, prefix_len=prefix_len)
+    torch.testing.assert_close(out.dense_hidden, stock, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(out.masked_hidden, stock[:, prefix_len:], rtol=1e-4, atol=1e-4)
+    expected = layer_windows(model.config)
+    assert [policy.windows for policy in policies.values()] == [[window] for window in expected]
+    assert 5 in expected
+    self_test(model, split=True)
 
 
 def test_mistakes_are_one_line():

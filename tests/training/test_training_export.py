@@ -1,5 +1,6 @@
 """A run's export is an ordinary Hugging Face folder."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -60,6 +61,14 @@ def test_an_export_is_a_model_with_its_card_next_to_the_routers(finished, tiny_f
     ):
         assert words in card
     assert "steps: 3 of 3, 128 tokens each" in card
+    units = dict(re.findall(r"^- (\w+): \d+\.\d{4} ?(.*)$", card, re.MULTILINE))
+    assert units == {
+        "dense_loss": "nats per token",
+        "masked_loss": "nats per token",
+        "kl": "nats per token",
+        "top1": "of the tokens",
+        "budget": "",
+    }
     assert all(
         (finished.export / name).exists() for name in ("tokenizer.json", "generation_config.json")
     )

@@ -1,8 +1,8 @@
 """kvcat's attention inside unmodified transformers models, registered under the name "kvcat".
 
 Besides queries, keys and values it gets two inputs. A gate (``SlotGate``) says which slots the
-masked rows of a batch see; a decoder layer gets it as a keyword. The keys of a compact cache carry
-a log-bias or slots (``kvcat.attention.carried``).
+masked rows of a batch see; a decoder layer gets it as a keyword, and its window as another. The
+keys of a compact cache carry a log-bias or slots (``kvcat.attention.carried``).
 """
 
 from collections.abc import Callable
@@ -86,6 +86,7 @@ def kvcat_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     kv_gate: SlotGate | None = None,
+    kv_window: int | None = None,
     kv_record: KVRecord | None = None,
     s_aux: Float[Tensor, " heads"] | None = None,
     **kwargs: Any,
@@ -93,7 +94,8 @@ def kvcat_attention(
     """SDPA attention as transformers computes it, with additions, each off by default.
 
     - ``kv_gate``: the first rows attend densely, the last ones over the gate's slots. With a
-      ``prefix_len``, see ``attend_twice``.
+      ``prefix_len``, see ``attend_twice``. ``kv_window`` is the layer's sliding window in tokens;
+      some models (Qwen2-MoE) apply theirs in the mask alone and pass no ``sliding_window``.
     - The keys of a compact cache carry a log-bias or slots (``Carried``), which are attended to.
     - ``kv_record`` is called with queries, keys and values.
     - ``s_aux``: sinks, one more logit per query head in the softmax, without a value (gpt-oss).
@@ -107,7 +109,7 @@ def kvcat_attention(
             the keys (``kvcat_mask``).
         dropout: as in transformers.
         scaling: factor on q.k; None: head_dim ** -0.5.
-        kv_gate, kv_record, s_aux: see above.
+        kv_gate, kv_window, kv_record, s_aux: see above.
         **kwargs: further options of the model's attention.
     """
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -128,11 +130,10 @@ def kvcat_attention(
     if carried is not None:
         out = _behind_slots(query, key, value, carried, attention_mask, scale, s_aux)
     elif kv_gate is not None and kv_gate.prefix_len is not None:
-        window = stock.get("sliding_window")
-        out = _suffix_again(query, key, value, kv_gate, scale, window, s_aux)
+        out = _suffix_again(query, key, value, kv_gate, scale, kv_window, s_aux)
     elif kv_gate is not None:
         return _dense_and_masked(
-            module, query, key, value, attention_mask, scale, kv_gate, s_aux, stock
+            module, query, key, value, attention_mask, scale, kv_gate, kv_window, s_aux, stock
         ), None
     else:
         out = attend(query, key, value, reach=_reach(attention_mask), scale=scale, sinks=s_aux)
@@ -170,11 +171,12 @@ def _dense_and_masked(
     mask: Tensor | None,
     scale: float,
     gate: SlotGate,
+    window: int | None,
     sinks: Tensor | None,
     stock: dict[str, Any],
 ) -> Float[Tensor, "rows queries heads value_dim"]:
     """Attention of the dense rows, and of the masked rows over the gate's slots."""
-    keep = gate.keep_for(query, key, scale, stock.get("sliding_window"), sinks)
+    keep = gate.keep_for(query, key, scale, window, sinks)
     num_dense = len(query) - len(keep)
     dense_mask = mask
     masked_mask = mask

@@ -212,8 +212,7 @@ def prepare(
     Example: kvcat prepare hub:HuggingFaceFW/fineweb-edu/sample-10BT --model ./my-model -o fineweb
 
     Args:
-        data: A text, .jsonl or .parquet file, a folder of them, hub:NAME, or installed (the
-            Python sources of this installation).
+        data: A text, .jsonl or .parquet file, a folder of them, or hub:NAME.
         tokenizer: Folder or Hub name of the model that will be trained.
         output: Folder to write.
         max_tokens: Largest number of training tokens; by default all text is read.

@@ -157,7 +157,7 @@ def excerpts(
     A model that trains on a few whole files adapts to them and forgets other text (docs/log.md).
     All excerpts have the same length in characters, at least two sequences. The characters per
     token are counted in the first 32 documents. The seed and the document's name determine where an
-    excerpt begins, always at the start of a line.
+    excerpt begins, at the start of a line unless the line is long.
     """
     texts = [document.text[:SAMPLE_CHARACTERS] for document in documents[:SAMPLE_DOCUMENTS]]
     num_tokens = sum(len(ids) - encoder.num_added for ids in encoder(texts))

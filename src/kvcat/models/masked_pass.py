@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import SlotGate, enable
 from kvcat.attention.interface import Decision
-from kvcat.cache import recurrent_layers
+from kvcat.cache import layer_windows, recurrent_layers
 from kvcat.errors import InputError
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
@@ -139,17 +139,20 @@ def _generators(generator: Randomness | None) -> list[torch.Generator]:
 
 
 class LayerHook:
-    """Before a decoder layer, replaces the keyword ``kv_pass`` by ``kv_gate``, its group's gate.
+    """Before a decoder layer, replaces the keyword ``kv_pass`` by ``kv_gate``, its group's gate,
+    and ``kv_window``.
 
     Args:
         layer: number of the layer.
         group_starts: first layers of the groups, ascending.
+        window: sliding window of the layer in tokens; None: it sees all earlier tokens.
     """
 
-    def __init__(self, layer: int, group_starts: list[int]):
+    def __init__(self, layer: int, group_starts: list[int], window: int | None):
         starts_so_far = [start for start in group_starts if start <= layer]
         self.start = starts_so_far[-1] if starts_so_far else None
         self.is_first = layer == self.start
+        self.window = window
 
     def __call__(self, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The arguments of the layer; None, which changes nothing, outside a masked pass."""
@@ -164,6 +167,8 @@ class LayerHook:
             kwargs["kv_gate"] = kv_pass.gates[self.start]
         elif kv_pass.prefix_len is not None:
             kwargs["kv_gate"] = kv_pass.open_all(hidden)
+        if "kv_gate" in kwargs:
+            kwargs["kv_window"] = self.window
         return args, kwargs
 
 
@@ -223,8 +228,9 @@ class MaskedPass(nn.Module):
         # in a tuple, so that the model's parameters do not become this module's
         self._model = (model,)
         self._handles = []
+        windows = layer_windows(model.config)
         for number, layer in enumerate(layers):
-            hook = LayerHook(number, self.group_starts)
+            hook = LayerHook(number, self.group_starts, windows[number])
             self._handles.append(layer.register_forward_pre_hook(hook, with_kwargs=True))
 
     def hidden(

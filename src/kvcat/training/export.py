@@ -16,6 +16,15 @@ from kvcat.training.log import METRICS_FILE
 from kvcat.training.objective import Objective
 from kvcat.training.run_folder import CONFIG_FILE, check_start
 
+# the numbers of a validation record, with their units
+_VALIDATION_UNITS = {
+    "dense_loss": "nats per token",
+    "masked_loss": "nats per token",
+    "kl": "nats per token",
+    "top1": "of the tokens",
+    "budget": "",
+}
+
 
 def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     """Write a checkpoint ``step-N`` of a run, live or ended, as an ordinary Hugging Face folder.
@@ -70,8 +79,11 @@ def _last_validation(run: Path, step: int) -> dict[str, Any]:
 def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> str:
     """The README.md of an exported checkpoint: its origin, its training and its losses."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
-    numbers = {name: value for name, value in validation.items() if isinstance(value, float)}
-    losses = "\n".join(f"- {name}: {value:.4f}" for name, value in numbers.items())
+    losses = "\n".join(
+        f"- {name}: {validation[name]:.4f} {unit}".rstrip()
+        for name, unit in _VALIDATION_UNITS.items()
+        if name in validation
+    )
     kept_by_layer = validation.get("kept", {}).items()
     kept = ", ".join(f"layer {layer}: {value:.2f}" for layer, value in kept_by_layer)
     num_tokens = steps * config.tokens_per_step
@@ -96,7 +108,7 @@ transformers and needs no code of ours: `AutoModelForCausalLM.from_pretrained(fo
 - learning rate: peak {config.peak_lr}, floor {config.min_lr}, warm-up {config.warmup_steps} steps;
   AdamW, betas {config.betas}, weight decay {config.weight_decay}, compute in {config.dtype}
 
-Validation after step {validation.get("step", 0)} (nats per token on held-out documents):
+Validation after step {validation.get("step", 0)}, on held-out documents:
 
 {losses}
 
