@@ -87,7 +87,8 @@ Supervision = Annotated[
     DocumentSupervision,
     tyro.conf.arg(
         help="Queries that caches are fitted to: those of the text repeated after an instruction "
-        "(reconstruction), or those of the text itself (self)."
+        "(reconstruction), the same with its parts in random order (parts), or those of the text "
+        "itself (self)."
     ),
 ]
 Bos = Annotated[
