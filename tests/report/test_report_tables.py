@@ -239,6 +239,15 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     assert result_plots(folders["qa"]) == []
 
 
+def test_a_model_without_one_of_the_tasks_has_no_average_over_them(tmp_path):
+    lacking = ("kvcat", "arc_challenge")
+    records = [r for r in MADE_UP["qa"]() if (r.model, r.stratum) != lacking]
+    table = strata_table(read_results(write_results(tmp_path, records, "qa")), "dense")
+    six = row_of(table, task="average of six")
+    assert six["base"].value > 0.0
+    assert six["kvcat"] == ""
+
+
 @pytest.mark.parametrize(
     ("evaluation", "dataset", "cell", "printed"),
     [

@@ -80,24 +80,25 @@ def table_rows(
 def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.DataFrame:
     """The deciding metric, averaged over equally weighted strata, with a ``figure`` in every row.
 
-    The squared half-widths of the strata's intervals are added (Zou and Donner 2008).
+    A model without examples of one of the strata has no average of them. The squared half-widths of
+    the strata's intervals are added (Zou and Donner 2008).
     """
     metric = METRICS[facts.deciding]
     rows = rows[rows["reported"] & (rows["metric"] == facts.deciding)]
     averages = []
-    for (method, keep_ratio, step), cell in rows.groupby(CELL, sort=False):
-        place = {"method": method, "keep_ratio": keep_ratio, "step": step}
+    for (method, keep_ratio, step, model), cell in rows.groupby([*CELL, "model"], sort=False):
+        place = {"method": method, "keep_ratio": keep_ratio, "step": step, "model": model}
         for name, strata in facts.averages.items():
             strata_rows = cell[cell["stratum"].isin(strata)]
-            if strata_rows["stratum"].nunique() < len(strata):
+            if len(strata_rows) < len(strata):
                 continue
-            counts = strata_rows.drop_duplicates("stratum")["num_examples"]
-            place["stratum"] = f"average of {name}"
-            place["num_examples"] = counts.sum()
-            for model, model_rows in strata_rows.groupby("model", sort=False):
-                printed = paper.printed_average(str(model), name, facts.deciding)
-                figure = _average_figure(model_rows, metric, printed)
-                averages.append({**place, "model": model, "figure": figure})
+            printed = paper.printed_average(str(model), name, facts.deciding)
+            average = {
+                "stratum": f"average of {name}",
+                "num_examples": strata_rows["num_examples"].sum(),
+                "figure": _average_figure(strata_rows, metric, printed),
+            }
+            averages.append({**place, **average})
     columns = ["model", *CELL, "stratum", "num_examples", "figure"]
     return pd.DataFrame(averages, columns=columns)
 
