@@ -286,6 +286,25 @@ def test_a_reset_drops_the_new_tokens_and_keeps_the_prefix():
     assert past.get_seq_length() == PREFIX
 
 
+@pytest.mark.parametrize("form", ["plain", "biased", "ragged"])
+def test_a_cache_loses_new_tokens_alone_and_is_never_cut_within_its_prefix(form):
+    model = tiny()
+    past = made(model, form, 1).to_transformers(model)
+    expected = made(model, form, 1).to_transformers(model)
+    with torch.no_grad():
+        model(questions(1, 4), **cache_argument(past))
+        for wrong in (-5, -PREFIX, 3, PREFIX - 1, PREFIX + 5, 99):
+            assert f"holds {PREFIX + 4} tokens, the first {PREFIX} of them" in refusal(
+                past.crop, wrong
+            )
+        past.crop(-4)
+        assert past.get_seq_length() == PREFIX
+        logits = model(questions(1, 3), **cache_argument(past)).logits
+        assert torch.equal(logits, model(questions(1, 3), **cache_argument(expected)).logits)
+    past.crop(PREFIX + 1)  # as older transformers name the length that is kept
+    assert past.get_seq_length() == PREFIX + 1
+
+
 def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_rejected():
     layer = PrefixLayer(
         CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX

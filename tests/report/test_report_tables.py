@@ -239,6 +239,45 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     assert result_plots(folders["qa"]) == []
 
 
+def test_missing_seeds_and_training_runs_are_named_like_missing_examples(tmp_path):
+    made_up = made_up_records(("base", "kvcat"), num_documents=4, methods=("snapkv", "gradient"))
+    variant = [replace(r, model=f"kvcat@{run}") for r in made_up for run in (0, 1)]
+    records = [r for r in made_up if r.model == "base"]
+    records += [r for r in variant if "kvcat" in r.model and r.fingerprint == "f-kvcat"]
+    seeded = []
+    for seed in (0, 1):
+        seeded += [replace(r, seed=seed) if r.method == "snapkv" else r for r in records]
+    seeded = list({r.key: r for r in seeded}.values())
+    whole = read_results(write_results(tmp_path / "whole", seeded, seeds=[0, 1]))
+    assert whole.warnings == []
+
+    lacks_a_seed = [r for r in seeded if (r.model, r.seed, r.document) != ("base", 1, "d3")]
+    results = read_results(write_results(tmp_path / "seed", lacks_a_seed, seeds=[0, 1]))
+    assert results.warnings == [
+        "Incomplete: base has 6 of 8 examples of snapkv at 5 %, with every seed and training run. "
+        "Its figures are therefore over other examples, seeds or training runs."
+    ]
+    lacks_a_run = [r for r in seeded if (r.model, r.method) != ("kvcat@1", "gradient")]
+    results = read_results(write_results(tmp_path / "run", lacks_a_run, seeds=[0, 1]))
+    (warning,) = results.warnings
+    assert warning.startswith("Incomplete: kvcat has 0 of 8 examples of gradient at 5 %, with")
+    stopped = [r for r in seeded if r.seed != 1]
+    results = read_results(write_results(tmp_path / "stopped", stopped, seeds=[0, 1]))
+    assert [warning.split(" of ")[0] for warning in results.warnings] == [
+        "Incomplete: base has 0",
+        "Incomplete: kvcat has 0",
+    ]
+
+
+def test_a_model_without_one_of_the_tasks_has_no_average_over_them(tmp_path):
+    lacking = ("kvcat", "arc_challenge")
+    records = [r for r in MADE_UP["qa"]() if (r.model, r.stratum) != lacking]
+    table = strata_table(read_results(write_results(tmp_path, records, "qa")), "dense")
+    six = row_of(table, task="average of six")
+    assert six["base"].value > 0.0
+    assert six["kvcat"] == ""
+
+
 @pytest.mark.parametrize(
     ("evaluation", "dataset", "cell", "printed"),
     [

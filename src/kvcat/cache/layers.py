@@ -147,10 +147,20 @@ class PrefixLayer(CacheLayerMixin):
 
         Args:
             tokens_to_remove: minus their number; older transformers pass the length that is kept.
+
+        Raises:
+            InputError: the length that is kept would be shorter than the prefix, whose slots are
+                not its tokens, or longer than the text so far.
         """
+        length = self.get_seq_length()
         change = tokens_to_remove
         if change > 0:
-            change -= self.get_seq_length()
+            change -= length
+        if not -self.num_new <= change <= 0:
+            raise InputError(
+                f"the cache holds {length} tokens, the first {self.num_tokens} of them in a "
+                f"compact prefix: it cannot be cut to {length + change}"
+            )
         stop = self.keys.shape[-2] + change
         self.keys = self.keys[..., :stop, :]
         self.values = self.values[..., :stop, :]

@@ -140,7 +140,7 @@ def read_results(
         config=config,
         models=models,
         pairs=pairs,
-        warnings=[*warnings, *incomplete(stored.wanted, rows, labels)],
+        warnings=[*warnings, *incomplete(stored, labels)],
         summary=summary,
         comparisons=comparisons,
         rows=rows,

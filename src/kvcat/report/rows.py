@@ -1,12 +1,14 @@
 """The rows of a report: summary and comparisons with their figures, averages, costs."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd
 
 from kvcat.evals import METRICS, Metric, ReportFacts
+from kvcat.evals.records import StoredResults
 from kvcat.report.figures import (
     NO_STEP,
     Figure,
@@ -80,24 +82,25 @@ def table_rows(
 def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.DataFrame:
     """The deciding metric, averaged over equally weighted strata, with a ``figure`` in every row.
 
-    The squared half-widths of the strata's intervals are added (Zou and Donner 2008).
+    A model without examples of one of the strata has no average of them. The squared half-widths of
+    the strata's intervals are added (Zou and Donner 2008).
     """
     metric = METRICS[facts.deciding]
     rows = rows[rows["reported"] & (rows["metric"] == facts.deciding)]
     averages = []
-    for (method, keep_ratio, step), cell in rows.groupby(CELL, sort=False):
-        place = {"method": method, "keep_ratio": keep_ratio, "step": step}
+    for (method, keep_ratio, step, model), cell in rows.groupby([*CELL, "model"], sort=False):
+        place = {"method": method, "keep_ratio": keep_ratio, "step": step, "model": model}
         for name, strata in facts.averages.items():
             strata_rows = cell[cell["stratum"].isin(strata)]
-            if strata_rows["stratum"].nunique() < len(strata):
+            if len(strata_rows) < len(strata):
                 continue
-            counts = strata_rows.drop_duplicates("stratum")["num_examples"]
-            place["stratum"] = f"average of {name}"
-            place["num_examples"] = counts.sum()
-            for model, model_rows in strata_rows.groupby("model", sort=False):
-                printed = paper.printed_average(str(model), name, facts.deciding)
-                figure = _average_figure(model_rows, metric, printed)
-                averages.append({**place, "model": model, "figure": figure})
+            printed = paper.printed_average(str(model), name, facts.deciding)
+            average = {
+                "stratum": f"average of {name}",
+                "num_examples": strata_rows["num_examples"].sum(),
+                "figure": _average_figure(strata_rows, metric, printed),
+            }
+            averages.append({**place, **average})
     columns = ["model", *CELL, "stratum", "num_examples", "figure"]
     return pd.DataFrame(averages, columns=columns)
 
@@ -172,25 +175,69 @@ def cost_rows(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     return pd.DataFrame(columns).reset_index()
 
 
-def incomplete(
-    wanted: Mapping[tuple[str, float], int], rows: pd.DataFrame, labels: Mapping[str, str]
-) -> list[str]:
+def incomplete(stored: StoredResults, labels: Mapping[str, str]) -> list[str]:
     """A line for every model that lacks examples, naming the method that lacks most.
 
-    ``wanted`` is the number of examples in a complete run, by method and keep ratio.
+    An example counts if its last step was scored in every training run of the model and with every
+    seed of the method.
+
+    Args:
+        stored: content of a results folder.
+        labels: label of each model, by its name without ``@SEED``.
     """
-    rows = rows[rows["final"] & (rows["stratum"] == "")]
+    runs, seeds, num_parts_of = _scored_parts(stored)
     lines = []
     for model, label in labels.items():
-        model_rows = rows[rows["model"] == label]
-        counts = model_rows.groupby(["method", "keep_ratio"])["num_examples"].max()
-        lacking = {cell: total - counts.get(cell, 0) for cell, total in wanted.items()}
+        lacking = {}
+        for cell, total in stored.wanted.items():
+            method, _ = cell
+            num_parts = len(runs[model]) * len(seeds[method])
+            numbers = num_parts_of[model, cell].values()
+            lacking[cell] = total - sum(number == num_parts for number in numbers)
         worst = max(lacking, key=lambda cell: lacking[cell], default=None)
-        if worst is not None and lacking[worst] > 0:
-            method, keep_ratio = worst
-            count = f"{wanted[worst] - lacking[worst]} of {wanted[worst]} examples"
-            lines.append(
-                f"Incomplete: {model} has {count} of {method} at {100 * keep_ratio:g} %. "
-                "Its figures are therefore over other examples."
-            )
+        if worst is None or lacking[worst] <= 0:
+            continue
+        total = stored.wanted[worst]
+        method, keep_ratio = worst
+        count = f"{total - lacking[worst]} of {total} examples"
+        each = ""
+        others = "examples"
+        if len(runs[model]) * len(seeds[method]) > 1:
+            each = ", with every seed and training run"
+            others = "examples, seeds or training runs"
+        lines.append(
+            f"Incomplete: {label} has {count} of {method} at {100 * keep_ratio:g} %{each}. "
+            f"Its figures are therefore over other {others}."
+        )
     return lines
+
+
+class _ScoredParts(NamedTuple):
+    """What a results folder has scored; a part of an example is one training run with one seed."""
+
+    runs: dict[str, set[str]]  # labels with ``@SEED`` by model
+    seeds: dict[str, set[int | None]]  # by method
+    # by model and (method, keep ratio): of each example, the number of parts at the last step
+    num_parts: dict[tuple[str, tuple[str, float]], Counter[tuple[str, str]]]
+
+
+def _scored_parts(stored: StoredResults) -> _ScoredParts:
+    """The training runs, seeds and examples in the records of a results folder."""
+    scored = _ScoredParts(defaultdict(set), defaultdict(set), defaultdict(Counter))
+    last_steps: dict[tuple[str, float], int] = {}
+    for record in stored.records:
+        method = record.method_label
+        cell = (method, record.keep_ratio)
+        step = NO_STEP if record.step is None else record.step
+        last_steps[cell] = max(step, last_steps.get(cell, NO_STEP))
+        scored.runs[record.model.partition("@")[0]].add(record.model)
+        scored.seeds[method].add(record.seed)
+        if record.seed is not None:  # a randomised method has all seeds of the run
+            scored.seeds[method].update(stored.config.get("seeds", []))
+    for record in stored.records:
+        cell = (record.method_label, record.keep_ratio)
+        step = NO_STEP if record.step is None else record.step
+        if step == last_steps[cell]:
+            model = record.model.partition("@")[0]
+            scored.num_parts[model, cell][record.document, record.example] += 1
+    return scored
