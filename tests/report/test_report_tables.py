@@ -239,6 +239,20 @@ def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks
     assert result_plots(folders["qa"]) == []
 
 
+def test_an_average_over_tasks_covers_training_runs_that_answer_all_of_them(tmp_path):
+    records = [r for r in MADE_UP["qa"]() if r.model == "kvcat"]
+    runs = [
+        replace(r, model=f"kvcat@{run}", fingerprint=f"f-{run}") for r in records for run in "01"
+    ]
+    table = strata_table(read_results(write_results(tmp_path, runs, "qa")), "dense")
+    rows = [row for row in table.frame.to_dict("records") if "average" not in row["task"]]
+    average = row_of(table, task="average of eight")["kvcat"]
+    tasks = [row["kvcat"] for row in rows if row["task"] != "all"]
+    assert len(tasks) == 8
+    half_widths = [task.high - task.value for task in tasks]
+    assert average.high - average.value == pytest.approx(sum(half_widths) / 8, abs=1e-12)
+
+
 def test_missing_seeds_and_training_runs_are_named_like_missing_examples(tmp_path):
     made_up = made_up_records(("base", "kvcat"), num_documents=4, methods=("snapkv", "gradient"))
     variant = [replace(r, model=f"kvcat@{run}") for r in made_up for run in (0, 1)]

@@ -83,7 +83,9 @@ def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.Dat
     """The deciding metric, averaged over equally weighted strata, with a ``figure`` in every row.
 
     A model without examples of one of the strata has no average of them. The squared half-widths of
-    the strata's intervals are added (Zou and Donner 2008).
+    the strata's intervals are added (Zou and Donner 2008), as strata are independent. With several
+    training runs they are not, since the same runs answer all of them: then the half-widths
+    themselves are added.
     """
     metric = METRICS[facts.deciding]
     rows = rows[rows["reported"] & (rows["metric"] == facts.deciding)]
@@ -108,12 +110,13 @@ def average_rows(rows: pd.DataFrame, facts: ReportFacts, paper: Paper) -> pd.Dat
 def _average_figure(rows: pd.DataFrame, metric: Metric, printed: str) -> Figure:
     """The mean of a model's figures, one per stratum."""
     value = rows["value"].mean()
-    below = math.hypot(*(rows["value"] - rows["low"])) / len(rows)
-    above = math.hypot(*(rows["value"] - rows["high"])) / len(rows)
+    below = rows["value"] - rows["low"]
+    above = rows["high"] - rows["value"]
+    add = math.hypot if rows["num_seeds"].max() == 1 else lambda *halves: sum(halves)
     return Figure(
         value,
-        value - below,
-        value + above,
+        value - add(*below) / len(rows),
+        value + add(*above) / len(rows),
         decimals=metric.decimals,
         percent=metric.percent,
         paper=printed,
