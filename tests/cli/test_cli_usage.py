@@ -204,6 +204,14 @@ def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_cod
         run(["report"])
 
 
+def test_a_file_or_an_option_does_not_make_the_control_another_variant(tmp_path, mistake):
+    (tmp_path / "config.json").write_text('{"policy": "router", "model": "kvcat-base"}')
+    expected = "this variant of small has policy 'control', not 'router': name another recipe"
+    assert expected in mistake("train", "small-control", "--config", tmp_path / "config.json")
+    options = ("--model", "kvcat-base", "--policy", "router")
+    assert expected in mistake("train", "small-control", *options)
+
+
 def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder, tmp_path, capsys):
     from kvcat.recipes import small
 

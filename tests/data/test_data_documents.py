@@ -92,6 +92,8 @@ def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path)
         ("a.jsonl", b"[1, 2]\n", "row 0 of .* is no JSON object"),
         ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),
         ("a.jsonl", b'{"text": ["a"]}\n', "holds list, not text"),
+        ("a.json", b'[{"text": "a"}]\n', "row 0 of .* is no JSON object"),
+        ("a.json", b'{\n "text": "a"\n}\n', "row 0 of .* is not JSON"),
         ("a.jsonl.gz", b"no gzip", "cannot be read as jsonl"),
         ("a.parquet", b"no parquet", "cannot be read as parquet"),
         ("a.parquet", {"body": ["a"], "id": ["1"]}, "its columns: body, id"),

@@ -120,7 +120,7 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
     pieces of at most that size, cut at line ends. If the source has other files as well, they
     record that they are pieces of one text (``text_id``); if it is the only file, they are
     documents. In a folder, files with other suffixes are left out; if the source is such a file
-    itself, it is read as plain text.
+    itself, it is read as plain text, or as JSON lines if its name ends in ``.json``.
 
     Raises:
         InputError: no source of that name, a source without a readable file, or no connection to
@@ -394,7 +394,9 @@ def _python_files(root: Path) -> Iterator[Path]:
 def _local_files(path: Path) -> list[SourceFile]:
     """The files of a folder, or the named file itself."""
     if path.is_file():
-        return [SourceFile(path.name, str(path), _kind(path.name) or "text")]
+        is_json = path.name.endswith(HUB_LINES_SUFFIXES)
+        kind = "jsonl" if is_json else _kind(path.name) or "text"
+        return [SourceFile(path.name, str(path), kind)]
     if not path.is_dir():
         raise InputError(f"no such text file or folder: {path}")
     if (path / TOKENS_INDEX).is_file():

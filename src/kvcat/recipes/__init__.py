@@ -21,6 +21,7 @@ class Recipe:
     name: str
     about: str  # one line about the recipe
     values: dict[str, Any]  # the fields that differ from the defaults
+    fixed: tuple[str, ...] = ()  # those of them that make it the variant that it is
 
     def __call__(self, **overrides: Any) -> TrainConfig:
         """The configuration with these fields.
@@ -28,8 +29,16 @@ class Recipe:
         The default output folder is ``runs/NAME-POLICY``.
 
         Raises:
-            InputError: there is no model, a field is unknown, or a value is out of range.
+            InputError: there is no model, a field is unknown, a value is out of range, or a field
+                makes it another variant than its name says.
         """
+        for name in self.fixed:
+            given = overrides.get(name, self.values[name])
+            if given != self.values[name]:
+                raise InputError(
+                    f"this variant of {self.name} has {name} {self.values[name]!r}, not {given!r}: name "
+                    "another recipe"
+                )
         values = {**self.values, **overrides}
         if not values.get("model"):
             raise InputError(f"recipe {self.name} needs a model: a folder or a Hub name")
@@ -104,6 +113,7 @@ def _recipes() -> dict[str, Recipe]:
                 recipe,
                 about=f"{name}: {variant.about}",
                 values={**recipe.values, **variant.values},
+                fixed=tuple(variant.values),
             )
     return {**recipes, **variants}
 
