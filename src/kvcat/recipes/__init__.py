@@ -33,11 +33,12 @@ class Recipe:
                 makes it another variant than its name says.
         """
         for name in self.fixed:
-            given = overrides.get(name, self.values[name])
-            if given != self.values[name]:
+            own = self.values[name]
+            wanted = overrides.get(name, own)
+            if wanted != own:
                 raise InputError(
-                    f"this variant of {self.name} has {name} {self.values[name]!r}, not {given!r}: name "
-                    "another recipe"
+                    f"this variant of {self.name} has {name} {own!r}, not {wanted!r}: name another "
+                    "recipe"
                 )
         values = {**self.values, **overrides}
         if not values.get("model"):
