@@ -33,12 +33,12 @@ class Recipe:
                 makes it another variant than its name says.
         """
         for name in self.fixed:
-            own = self.values[name]
-            wanted = overrides.get(name, own)
-            if wanted != own:
+            expected = self.values[name]
+            wanted = overrides.get(name, expected)
+            if wanted != expected:
                 raise InputError(
-                    f"this variant of {self.name} has {name} {own!r}, not {wanted!r}: name another "
-                    "recipe"
+                    f"this variant of {self.name} has {name} {expected!r}, not {wanted!r}: name "
+                    "another recipe"
                 )
         values = {**self.values, **overrides}
         if not values.get("model"):
