@@ -10,11 +10,10 @@ of Anna is". All questions are answered from one cache. A greedy answer is right
 whole number.
 
 Conditions are METHOD@SUPERVISION. A cache is fitted to the prefix's own queries ("self"), to a
-repetition of the document ("reconstruction"), to one with its parts in random order ("parts"), to
-eight questions of the same kind with invented answers that are not in the document ("examples"), or
-to the very questions with their answers ("asked"). Eviction reads the prefix alone. For comparison
-there are the dense cache, no document, and ("truncated@text") the beginning and the end of the
-text, as many tokens as the cache has slots.
+repetition of the document ("reconstruction"), to eight questions of the same kind with invented
+answers that are not in the document ("examples"), or to the very questions with their answers
+("asked"). Eviction reads the prefix alone. For comparison there are the dense cache, no document,
+and ("truncated@text") the beginning and the end of the text, as many tokens as the cache has slots.
 
 Intervals are Wilson's for the number of documents, as if one's questions were copies. Every
 answer is written to --out when it is made; the same command continues an interrupted run. The
@@ -131,10 +130,9 @@ class Document:
         ids = torch.tensor([self.ids])
         if supervision == "self":
             return trace(self.model, ids, supervision="self")
-        if supervision in ("reconstruction", "parts"):
+        if supervision == "reconstruction":
             # as `kvcat compress --chat`: the second copy is without the template's opening
-            repeated = reconstruction_of_tokens(self.tokenizer, ids, self.head)
-            return trace(self.model, repeated, supervision=supervision)
+            return trace(self.model, reconstruction_of_tokens(self.tokenizer, ids, self.head))
         facts = self.facts
         if supervision == "examples":
             draw = draws(self.seed, "examples", self.kind, self.length, self.index)

@@ -2,10 +2,8 @@
 
 from typing import Literal
 
-DocumentSupervision = Literal["reconstruction", "parts", "self"]
-"""The text to which a document's cache is fitted: a copy of it, a copy whose parts are in random
-order, or the document itself.
-"""
+DocumentSupervision = Literal["reconstruction", "self"]
+"""The text to which a document's cache is fitted: a copy of it, or the document itself."""
 
 SuffixSupervision = Literal["suffix", "first-half", "reconstruction"]
 """The text to which a window's cache is fitted: its suffix, half of it, or its prefix repeated."""

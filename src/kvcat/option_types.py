@@ -87,8 +87,7 @@ Supervision = Annotated[
     DocumentSupervision,
     tyro.conf.arg(
         help="Queries that caches are fitted to: those of the text repeated after an instruction "
-        "(reconstruction), the same with its parts in random order (parts), or those of the text "
-        "itself (self)."
+        "(reconstruction), or those of the text itself (self)."
     ),
 ]
 Bos = Annotated[

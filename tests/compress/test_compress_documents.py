@@ -273,7 +273,7 @@ def test_added_tokens_that_the_template_writes_are_text_in_documents_questions_a
 
 
 @pytest.mark.parametrize("chat", [False, True])
-@pytest.mark.parametrize("supervision", ["reconstruction", "parts", "self"])
+@pytest.mark.parametrize("supervision", ["reconstruction", "self"])
 def test_a_cache_records_how_its_document_became_tokens(chat, supervision, tmp_path):
     tokenizer = byte_tokenizer()
     model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=512)
@@ -305,36 +305,6 @@ def test_a_cache_that_grew_by_a_trace_knows_the_template_of_its_document():
     for cache in (grown.dense_cache(), kvcat.AttentionMatching()(grown, keep_ratio=0.5)):
         assert cache.metadata["chat"] == "yes"
         assert cache.metadata["chat_template"] == past.metadata["chat_template"]
-
-
-def test_the_parts_of_a_copy_are_those_of_the_document_in_another_order():
-    tokenizer = byte_tokenizer()
-    model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=512)
-    in_order = kvcat.reconstruction(tokenizer, "the cat sees a dog, and then it was red. " * 3)
-    in_parts = in_order.in_parts()
-    start = in_order.supervision_start
-    assert torch.equal(in_parts.input_ids[:, :start], in_order.input_ids[:, :start])
-    tokens = in_order.input_ids[0, start:].tolist()
-    unused = [tokens[first : first + 16] for first in range(0, len(tokens), 16)]
-    assert len(unused) > 3
-    moved = in_parts.input_ids[0, start:].tolist()
-    assert sorted(moved) == sorted(tokens)
-    assert moved != tokens
-    first = 0
-    while unused:  # each follows whole, a shorter last one too
-        following = [piece for piece in unused if moved[first : first + len(piece)] == piece]
-        unused.remove(following[0])
-        first += len(following[0])
-    trace = kvcat.trace(model, in_order, supervision="parts")
-    expected = kvcat.trace(model, in_parts)
-    assert torch.equal(trace.input_ids, in_parts.input_ids)
-    assert trace.prefix_len == expected.prefix_len
-    cache, other = (kvcat.AttentionMatching()(each, num_slots=9) for each in (trace, expected))
-    for layer, other_layer in zip(cache.layers, other.layers, strict=True):
-        for name, tensor in layer.tensors().items():
-            assert torch.equal(tensor, other_layer.tensors()[name]), name
-    message = refusal(kvcat.trace, model, in_order.input_ids, 20, supervision="parts")
-    assert "needs a reconstruction sequence" in message
 
 
 def test_every_source_of_queries_is_recorded_by_its_name():

@@ -141,7 +141,7 @@ def test_traces_that_cannot_be_are_rejected(model, windows):
             64,
             8,
             {"supervision": "none"},
-            "must be one of suffix, first-half, reconstruction, parts, self, not 'none'",
+            "must be one of suffix, first-half, reconstruction, self, not 'none'",
         ),
         (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM$"),
     ):

@@ -122,8 +122,8 @@ def document_trace(
     Args:
         model, tokenizer: the ones that will answer.
         text: the document.
-        supervision: "reconstruction" matches the document repeated after an instruction, "parts"
-            the same with the parts of the copy in random order, "self" its own queries.
+        supervision: "reconstruction" matches the document repeated after an instruction, "self"
+            its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
         allow_special: a control token that the text spells becomes that token, not text.
         room: tokens of question and answer that will follow (``trace``).
@@ -156,7 +156,7 @@ def sequence_trace(
         document = ids[:, : sequence.prefix_len]
         own_queries = trace(model, document, supervision="self", room=room)
         return replace(own_queries, about=sequence.about)
-    return trace(model, replace(sequence, input_ids=ids), supervision=supervision, room=room)
+    return trace(model, replace(sequence, input_ids=ids), room=room)
 
 
 def check_length(config: PreTrainedConfig, sequence: Reconstruction, supervision: str) -> None:

@@ -118,7 +118,7 @@ def usual_own_weight(trace: Trace) -> float:
     With a repetition of the document a larger weight is closer on later text, but loses right
     answers: what a model attends to when it copies is what answers need.
     """
-    return 1.0 if trace.supervision in ("reconstruction", "parts") else 2.0
+    return 1.0 if trace.supervision == "reconstruction" else 2.0
 
 
 @torch.no_grad()

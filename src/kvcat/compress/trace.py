@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -28,7 +27,6 @@ from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
-PART_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -45,18 +43,6 @@ class Reconstruction:
     prefix_len: int
     supervision_start: int
     about: Mapping[str, str] = field(default_factory=dict)
-
-    def in_parts(self) -> "Reconstruction":
-        """The sequence with its second copy cut into parts of 16 tokens, in a fixed random order.
-
-        A copy in the document's order asks each position for the token after the one before. At the
-        beginning of a part the model must find its place, as it must in text that is no copy.
-        """
-        copy = self.input_ids[:, self.supervision_start :]
-        in_order = copy.split(PART_TOKENS, dim=1)
-        order = np.random.default_rng(0).permutation(len(in_order)).tolist()
-        before = self.input_ids[:, : self.supervision_start]
-        return replace(self, input_ids=torch.cat([before, *(in_order[i] for i in order)], dim=1))
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from kvcat.cache import (
     rope_factors,
     state_layers,
 )
-from kvcat.choices import DocumentSupervision, Supervision
+from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
@@ -52,8 +52,7 @@ def trace(
             which is then the default.
         supervision: one of ``Supervision``. With "self", compressors use only the queries of the
             prefix. With the others they use the queries after the prefix, and the word names that
-            text. With "parts", which needs a reconstruction sequence, its second copy runs with its
-            parts in random order. None: "reconstruction" for such a sequence, otherwise "suffix".
+            text. None: "reconstruction" for such a sequence, otherwise "suffix".
         past: compact cache of the prefix's first tokens, which are not run again; its slots are
             compressed together with those of the other tokens.
         room: number of tokens in questions and answers that will follow the prefix, at least 0. It
@@ -77,7 +76,7 @@ def trace(
     check_positions(
         model.config, type(model).__name__, num_tokens, prefix_len, sequence.supervision
     )
-    is_followed = sequence.supervision not in get_args(DocumentSupervision)
+    is_followed = sequence.supervision not in ("self", "reconstruction")
     expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
     whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
     rope = rope_factors(model.config, expected_len)
@@ -169,15 +168,11 @@ def _sequence(
         tokens = input_ids.input_ids
         prefix_len = input_ids.prefix_len
         source = _checked_supervision(supervision or "reconstruction")
-        if source == "parts":
-            tokens = input_ids.in_parts().input_ids
         about = input_ids.about
     else:
         tokens = input_ids
         source = _checked_supervision(supervision or "suffix")
         about = {}
-        if source == "parts":
-            raise InputError("supervision 'parts' needs a reconstruction sequence")
     check_batch_of_ids(tokens)
     prefix_len = _checked_prefix(tokens.shape[1], prefix_len, source)
     supervision_start = prefix_len
@@ -357,7 +352,7 @@ def check_positions(
     if num_tokens <= positions:
         return
     advice = ""
-    if supervision in ("reconstruction", "parts") and prefix_len < positions:
+    if supervision == "reconstruction" and prefix_len < positions:
         advice = (
             f"; supervision self does not repeat the text, whose {prefix_len} tokens alone "
             "would fit"
