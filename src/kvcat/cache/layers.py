@@ -146,17 +146,18 @@ class PrefixLayer(CacheLayerMixin):
         """Drop the last new tokens.
 
         Args:
-            tokens_to_remove: minus their number; older transformers pass the length that is kept.
+            tokens_to_remove: minus their number; older transformers pass the length that is kept,
+                and a longer one than that of the text so far changes nothing.
 
         Raises:
             InputError: the length that is kept would be shorter than the prefix, whose slots are
-                not its tokens, or longer than the text so far.
+                not its tokens.
         """
         length = self.get_seq_length()
         change = tokens_to_remove
         if change > 0:
-            change -= length
-        if not -self.num_new <= change <= 0:
+            change = min(0, change - length)
+        if change < -self.num_new:
             raise InputError(
                 f"the cache holds {length} tokens, the first {self.num_tokens} of them in a "
                 f"compact prefix: it cannot be cut to {length + change}"
