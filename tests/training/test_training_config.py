@@ -13,7 +13,7 @@ from kvcat.models import load
 from kvcat.training import loop, plan
 from kvcat.training.config import TrainConfig
 from kvcat.training.plan import flops_per_token, memory_concern
-from kvcat.training.schedule import learning_rate
+from kvcat.training.schedule import learning_rate, schedule_notes
 from tiny import refusal
 from training_runs import config
 
@@ -80,6 +80,13 @@ def test_a_configuration_reads_back_what_was_saved(tmp_path):
         config("model", "data", "out", policy="control", teacher="frozen")
     with pytest.raises(InputError, match="num_groups is 8, but group_starts names 2 layers"):
         config("model", "data", "out", group_starts=[0, 3], num_groups=8)
+
+
+def test_a_warm_up_that_does_not_end_within_the_run_is_named():
+    assert schedule_notes(scheduled(max_steps=4, warmup_steps=3)) == []
+    (note,) = schedule_notes(scheduled(max_steps=4, warmup_steps=4))
+    assert "never reaches its peak" in note
+    assert "the warm-up has 4 steps, the run 4" in note
 
 
 def test_the_learning_rate_warms_up_to_the_peak_and_ends_on_the_floor():

@@ -17,3 +17,13 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     progress = min(1.0, (step - warmup) / max(1, config.max_steps - 1 - warmup))
     height = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + (config.peak_lr - config.min_lr) * height
+
+
+def schedule_notes(config: TrainConfig) -> list[str]:
+    """Lines for people about a schedule that is not what its numbers suggest."""
+    if config.warmup_steps < config.max_steps:
+        return []
+    return [
+        f"the learning rate never reaches its peak of {config.peak_lr:g}: the warm-up has "
+        f"{config.warmup_steps} steps, the run {config.max_steps}"
+    ]
