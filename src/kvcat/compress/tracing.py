@@ -30,6 +30,8 @@ from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
 
 _TAIL = 32  # number of last prefix positions whose queries are always kept
+_ABOUT = ("chat", "chat_template")
+"""Entries of ``Reconstruction.about``, which also hold for a longer text with the same start."""
 
 
 def trace(
@@ -142,10 +144,6 @@ def trace(
         past_protected=past_protected,
         states=states_after,
     )
-
-
-_ABOUT = ("chat", "chat_template")
-"""Entries of ``Reconstruction.about``, which also hold for a longer text with the same start."""
 
 
 class _Sequence(NamedTuple):

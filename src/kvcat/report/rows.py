@@ -112,11 +112,14 @@ def _average_figure(rows: pd.DataFrame, metric: Metric, printed: str) -> Figure:
     value = rows["value"].mean()
     below = rows["value"] - rows["low"]
     above = rows["high"] - rows["value"]
-    add = math.hypot if rows["num_seeds"].max() == 1 else lambda *halves: sum(halves)
+    if rows["num_seeds"].max() > 1:
+        half_widths = (below.mean(), above.mean())
+    else:
+        half_widths = (math.hypot(*below) / len(rows), math.hypot(*above) / len(rows))
     return Figure(
         value,
-        value - add(*below) / len(rows),
-        value + add(*above) / len(rows),
+        value - half_widths[0],
+        value + half_widths[1],
         decimals=metric.decimals,
         percent=metric.percent,
         paper=printed,
