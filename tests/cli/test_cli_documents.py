@@ -315,7 +315,7 @@ def test_info_compares_with_a_dense_cache_that_has_values_of_other_width_and_who
     num_bytes = (20 + 4) * 2 * (8 + 6) * 4
     shown = capsys.readouterr().out
     assert f"{num_bytes:,}, 100.0 % of the {num_bytes:,} of the" in shown
-    assert "1 layers, 2 KV heads of 8 key and 6 value channels" in shown
+    assert "1 example, 1 layer, 2 KV heads of 8 key and 6 value channels" in shown
 
 
 def test_info_shows_the_different_numbers_of_heads_and_channels_of_the_layers(tmp_path, capsys):

@@ -53,6 +53,15 @@ def test_the_best_cache_of_a_window_is_the_best_of_all_methods_and_steps_within_
     assert (row.num_windows, row.num_documents, row.chosen) == (2, 2, "1 x gradient, 1 x snapkv")
 
 
+def test_a_profile_does_not_show_the_best_of_several_seeds():
+    of_seeds = [replace(record, seed=seed) for record in caches() for seed in (3, 1)]
+    message = r"snapkv has records for seeds \[1, 3\]; pass those of one seed"
+    with pytest.raises(InputError, match=message):
+        profile_table(of_seeds, 8)
+    one_seed = [record for record in of_seeds if record.seed == 1]
+    assert best(one_seed).equals(best(caches()))
+
+
 def test_models_are_paired_with_the_first_on_the_same_windows():
     ours = [*caches(), *caches(3.0, document="e")]
     theirs = [*caches(6.0, "n", "e"), *caches(2.0, "n")]

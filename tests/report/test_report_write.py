@@ -1,6 +1,8 @@
+import dataclasses
 import json
 import re
 import struct
+from collections import Counter
 from html.parser import HTMLParser
 
 import numpy as np
@@ -18,6 +20,7 @@ from kvcat.cli.report import report as report_command
 from kvcat.errors import InputError
 from kvcat.evals import compare_models, summarise
 from kvcat.report import write_report as write_with_all_draws
+from kvcat.report.figures import file_names
 from tiny import refusal
 
 DRAWS = 200
@@ -179,6 +182,24 @@ def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_fi
         "KL by slots kept",
     ):
         assert expected_text in text
+
+
+def test_methods_and_folders_whose_names_differ_in_signs_alone_have_files_of_their_own(tmp_path):
+    records = made_up_records(MODELS[:2], 2, ("snapkv",))
+    labels = ("a:b", "a b", "A-b")
+    by_method = [
+        dataclasses.replace(record, method=label) for record in records for label in labels
+    ]
+    folders = [write_results(tmp_path / name, by_method) for name in ("r 1", "r-1")]
+    page = write_report(folders, tmp_path / "out")
+    written = [file.read_text() for file in (page.parent / "tables").glob("*-quality-*.md")]
+    captions = Counter(text.partition(": 4 windows of")[0] for text in written)
+    assert captions == {
+        f"### Text after a compressed prefix, made-up. {label}": 2 for label in labels
+    }
+    plots = {file.name for file in (page.parent / "plots").glob("*-differences-*.png")}
+    assert plots == {"r-1-differences-control-base.png", "r-1-2-differences-control-base.png"}
+    assert file_names(["a b", "A-b", "a-b-2", "c"]) == ["a-b", "A-b-2", "a-b-2-2", "c"]
 
 
 def sentences(page):

@@ -19,6 +19,8 @@ from kvcat.recipes import small
 from kvcat.training import run as run_module
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
+from kvcat.training.optimizer import make_optimizer
+from tiny import loud_model
 from training_runs import POLICIES, assert_close, assert_same, config, exported, records
 
 PREFIX = 20
@@ -101,6 +103,17 @@ def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
     assert_same(first, same)
     assert records(runs[0].output) == records(runs[1].output)
     assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_weight_decay_reaches_no_bias_of_the_experts(tmp_path):
+    experts = loud_model("gpt_oss", head_dim=8, num_local_experts=2, num_experts_per_tok=2)
+    biases = [p for name, p in experts.named_parameters() if name.endswith("bias")]
+    assert any(bias.ndim == 2 for bias in biases)
+    decayed, kept = make_optimizer(experts, [], config("m", "d", tmp_path)).param_groups
+    assert (decayed["weight_decay"], kept["weight_decay"]) == (0.01, 0.0)
+    assert {id(bias) for bias in biases} <= {id(p) for p in kept["params"]}
+    assert all(p.ndim >= 2 for p in decayed["params"])
+    assert len(decayed["params"]) + len(kept["params"]) == len(list(experts.parameters()))
 
 
 def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new_run):

@@ -267,11 +267,17 @@ def _span(numbers: Iterable[int]) -> str:
     return f"{different[0]} to {different[-1]}"
 
 
+def _counted(numbers: Iterable[int], noun: str) -> str:
+    """The span of numbers with their noun, which has no plural if all of them are 1."""
+    span = _span(numbers)
+    return f"{span} {noun}" if span == "1" else f"{span} {noun}s"
+
+
 def _channels(of_keys: Sequence[int], of_values: Sequence[int]) -> str:
     """The numbers of channels of keys and values, in words."""
     if list(of_keys) == list(of_values):
-        return f"{_span(of_keys)} channels"
-    return f"{_span(of_keys)} key and {_span(of_values)} value channels"
+        return _counted(of_keys, "channel")
+    return f"{_span(of_keys)} key and {_counted(of_values, 'value channel')}"
 
 
 def _cache_facts(cache: "CompactCache") -> dict[str, str]:
@@ -292,15 +298,14 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     settings = dict(cache.metadata)
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
-    examples = "example" if cache.batch_size == 1 else "examples"
     # which other rows show, or which only ``compose`` reads
     for size in ("num_slots", "mean_slots", "bits", "first_ids", "first_slots"):
         settings.pop(size, None)
     return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "
         f"({100 * cache.mean_slots / num_tokens:.1f} % kept), at most {cache.max_slots}",
-        "shape": f"{cache.batch_size} {examples}, {len(counts)} layers, "
-        f"{_span(layer_counts.shape[1] for layer_counts in counts)} KV heads of "
+        "shape": f"{_counted([cache.batch_size], 'example')}, {_counted([len(counts)], 'layer')}, "
+        f"{_counted((layer_counts.shape[1] for layer_counts in counts), 'KV head')} of "
         f"{_channels(key_channels, value_channels)}, {_numbers(cache)}, "
         f"{'with' if cache.has_log_bias else 'without'} log-bias",
         "bytes": f"{cache.nbytes:,}, {100 * cache.nbytes / dense_bytes:.1f} % of the "

@@ -77,7 +77,7 @@ def profile_table(
 
     Raises:
         InputError: there are no records, or models have records for different caches, because the
-            run did not finish.
+            run did not finish; or a randomised method has records for several seeds.
     """
     errors = _window_errors(records, prefix_len)
     # sorted by error, so that drop_duplicates keeps the smallest
@@ -100,7 +100,9 @@ def profile_table(
 
 
 def _window_errors(records: Iterable[Record], prefix_len: int) -> pd.DataFrame:
-    """The error of every cache on its window; ``InputError`` if one is missing."""
+    """The error of every cache on its window; ``InputError`` if one is missing or seeds differ."""
+    records = list(records)
+    _check_seeds(records)
     rows = [
         {
             "model": record.model,
@@ -120,6 +122,19 @@ def _window_errors(records: Iterable[Record], prefix_len: int) -> pd.DataFrame:
             "there are no records, or windows and models have different ones: the run is incomplete"
         )
     return errors
+
+
+def _check_seeds(records: Iterable[Record]) -> None:
+    """``InputError`` for several seeds, of which a profile would show the best."""
+    seeds: dict[str, set[int]] = {}
+    for record in records:
+        if record.seed is not None:
+            seeds.setdefault(record.method_label, set()).add(record.seed)
+    for method, method_seeds in seeds.items():
+        if len(method_seeds) > 1:
+            raise InputError(
+                f"{method} has records for seeds {sorted(method_seeds)}; pass those of one seed"
+            )
 
 
 def _profile_figures(

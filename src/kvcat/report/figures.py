@@ -2,6 +2,7 @@
 
 import base64
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -188,6 +189,25 @@ def slug(text: str) -> str:
     """A text, changed so that it can be part of a file's name or of a label."""
     kept = [c if c.isascii() and (c.isalnum() or c in ".-") else " " for c in text]
     return "-".join("".join(kept).split())
+
+
+def file_names(texts: Iterable[str]) -> list[str]:
+    """The texts as different names of files, also where case does not count.
+
+    Characters other than ASCII letters, digits, ``.`` and ``-`` become ``-``. A name that occurred
+    before gets ``-2``, ``-3`` and so on.
+    """
+    names: list[str] = []
+    used: set[str] = set()
+    for text in texts:
+        name = slug(text)
+        number = 2
+        while name.casefold() in used:
+            name = f"{slug(text)}-{number}"
+            number += 1
+        used.add(name.casefold())
+        names.append(name)
+    return names
 
 
 def write_table(table: Table, folder: Path, prefix: str = "") -> None:

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
-from kvcat.report.figures import NO_STEP, Figure, Table, keep_label, slug, write_table
+from kvcat.report.figures import NO_STEP, Figure, Table, file_names, keep_label, write_table
 from kvcat.report.plots import DrawnPlot, result_plots
 from kvcat.report.results import Results, read_results
 from kvcat.report.tables import result_tables
@@ -76,7 +76,12 @@ def write_report(
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
     _remove_earlier(out_dir)
-    sections = [_section(result, out_dir, several=len(results) > 1) for result in results]
+    prefixes = [f"{name}-" for name in file_names(result.name for result in results)]
+    if len(results) == 1:
+        prefixes = [""]
+    sections = [
+        _section(result, out_dir, prefix) for result, prefix in zip(results, prefixes, strict=True)
+    ]
     _write_csv(results, out_dir)
     training = None
     if metrics:
@@ -256,7 +261,7 @@ def _named(results: Sequence[Results]) -> list[Results]:
     names = [folder.name for folder in by_folder]
     named = []
     for folder, result in by_folder.items():
-        name = slug(str(folder)) if names.count(folder.name) > 1 else folder.name
+        name = str(folder) if names.count(folder.name) > 1 else folder.name
         named.append(replace(result, name=name))
     return named
 
@@ -283,19 +288,22 @@ def _write_csv(results: Sequence[Results], out_dir: Path) -> None:
             rows.set_index("folder").to_csv(out_dir / f"{name}.csv")
 
 
-def _section(results: Results, out_dir: Path, *, several: bool) -> Section:
-    """The section for an evaluation; its tables and plots are also written as files."""
+def _section(results: Results, out_dir: Path, prefix: str) -> Section:
+    """The section for an evaluation; its tables and plots are also written as files.
+
+    The names of the files begin with the prefix, which is empty for the only evaluation.
+    """
     title = results.evaluation.title
-    prefix = ""
-    if several:
+    if prefix:
         title += f" ({results.name})"
-        prefix = f"{results.name}-"
-    tables = result_tables(results)
-    for table in tables:
-        write_table(table, out_dir / "tables", prefix)
+    tables = []
+    all_tables = result_tables(results)
+    for table, name in zip(all_tables, file_names(table.name for table in all_tables), strict=True):
+        tables.append(replace(table, name=name))
+        write_table(tables[-1], out_dir / "tables", prefix)
     plots = [plot.draw() for plot in result_plots(results)]
-    for plot in plots:
-        plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
+    for plot, name in zip(plots, file_names(plot.name for plot in plots), strict=True):
+        plot.save(out_dir / "plots" / f"{prefix}{name}.png")
     return Section(title, results, plots, tables)
 
 

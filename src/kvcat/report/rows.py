@@ -158,8 +158,8 @@ def pair_rows(
 def cost_rows(batches: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Costs per example or relative to the dense cache, by model, method, keep ratio and step.
 
-    The columns are seconds, peak MiB, KiB, the share of the dense bytes, and the time to the first
-    token and the tokens per second, both divided by those of the dense cache.
+    The columns are seconds, peak MiB of a batch, KiB, the share of the dense bytes, and the time to
+    the first token and the tokens per second, both divided by those of the dense cache.
     """
     if not batches:
         return pd.DataFrame()

@@ -14,7 +14,7 @@ from kvcat.report.rows import CELL
 
 _COSTS = {  # heading and decimals, by column of ``Results.costs``
     "seconds": ("s per example", 3),
-    "peak_mib": ("peak MiB", 0),
+    "peak_mib": ("peak MiB of a batch", 0),
     "kib": ("KiB per cache", 1),
     "dense_share": ("bytes / dense", 3),
     "ttft_ratio": ("first token / dense", 2),

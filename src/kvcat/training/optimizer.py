@@ -14,7 +14,8 @@ def make_optimizer(
 ) -> torch.optim.AdamW:
     """AdamW in up to three groups: matrices, vectors and routers.
 
-    Only the matrices have weight decay. ``lr_multiplier`` of a group is its learning rate over the
+    Only the matrices have weight decay. The biases of all experts of a layer, which make up a
+    matrix, count as vectors. ``lr_multiplier`` of a group is its learning rate over the
     model's.
 
     Args:
@@ -22,14 +23,19 @@ def make_optimizer(
         router_parameters: of what chooses its slots; none for the control.
         config: configuration of the run.
     """
-    parameters = [p for p in model.parameters() if p.requires_grad]
+    weights: list[nn.Parameter] = []
+    vectors_and_biases: list[nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            is_matrix = parameter.ndim >= 2 and not name.endswith("bias")
+            (weights if is_matrix else vectors_and_biases).append(parameter)
     matrices = {
-        "params": [p for p in parameters if p.ndim >= 2],
+        "params": weights,
         "weight_decay": config.weight_decay,
         "lr_multiplier": 1.0,
     }
     vectors = {
-        "params": [p for p in parameters if p.ndim < 2],
+        "params": vectors_and_biases,
         "weight_decay": 0.0,
         "lr_multiplier": 1.0,
     }
