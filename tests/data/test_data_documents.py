@@ -60,8 +60,10 @@ def test_rows_of_a_table_are_documents_named_by_their_id_or_their_place_as_datas
     jsonl.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     for builder, file in (("parquet", parquet), ("json", jsonl)):
         rows = datasets.load_dataset(builder, data_files=str(file), split="train", streaming=True)
-        assert [row["text"] for row in rows] == [text for _, text in pairs(file)]
-    assert [name for name, _ in pairs(parquet)] == [str(i) for i in range(602)]
+        # one without a letter would be a document of an end token alone
+        with_text = [row["text"] for row in rows if row["text"]]
+        assert with_text == [text for _, text in pairs(file)]
+    assert [name for name, _ in pairs(parquet)] == [str(i) for i in range(601)]
 
 
 def test_a_row_whose_id_is_0_has_that_name_and_one_with_an_empty_id_has_none(tmp_path):

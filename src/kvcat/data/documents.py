@@ -114,13 +114,14 @@ class Source:
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
-    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text are left out.
-    Characters of a row that are not Unicode, such as half of an emoji, become U+FFFD, and a warning
-    names the file's first such row. A plain text longer than 16,384 characters becomes consecutive
-    pieces of at most that size, cut at line ends. If the source has other files as well, they
-    record that they are pieces of one text (``text_id``); if it is the only file, they are
-    documents. In a folder, files with other suffixes are left out; if the source is such a file
-    itself, it is read as plain text, or as JSON lines if its name ends in ``.json``.
+    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text, or with an
+    empty one, are left out. Characters of a row that are not Unicode, such as half of an emoji,
+    become U+FFFD, and a warning names the file's first such row. A plain text longer than 16,384
+    characters becomes consecutive pieces of at most that size, cut at line ends. If the source has
+    other files as well, they record that they are pieces of one text (``text_id``); if it is the
+    only file, they are documents. In a folder, files with other suffixes are left out; if the
+    source is such a file itself, it is read as plain text, or as JSON lines if its name ends in
+    ``.json``.
 
     Raises:
         InputError: no source of that name, a source without a readable file, or no connection to
@@ -320,6 +321,8 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
         kind = type(text).__name__
         raise InputError(f"column {file.text_field!r} of {file.url} holds {kind}, not text")
     text = text.removeprefix("\ufeff")  # a byte order mark is no part of the text
+    if not text:
+        return None
     recorded_id = columns.get(file.id_field)
     has_id = recorded_id not in (None, "")  # 0 is an id
     name = str(recorded_id) if has_id else f"{file.name}#{row}"
