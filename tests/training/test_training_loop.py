@@ -18,7 +18,7 @@ from kvcat.policies import RandomPolicy
 from kvcat.recipes import small
 from kvcat.training import run as run_module
 from kvcat.training.loop import train
-from kvcat.training.objective import Objective
+from kvcat.training.objective import Objective, loss_notes
 from kvcat.training.optimizer import make_optimizer
 from tiny import loud_model
 from training_runs import POLICIES, assert_close, assert_same, config, exported, records
@@ -103,6 +103,13 @@ def test_one_seed_gives_one_result_whatever_the_global_random_state(new_run):
     assert_same(first, same)
     assert records(runs[0].output) == records(runs[1].output)
     assert any(not torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_model_with_experts_is_said_to_train_without_a_balancing_term():
+    experts = loud_model("gpt_oss", head_dim=8, num_local_experts=2, router_aux_loss_coef=0.25)
+    (note,) = loss_notes(experts)
+    assert "keeps the model's experts equally busy (router_aux_loss_coef 0.25 is not used)" in note
+    assert loss_notes(loud_model()) == []
 
 
 def test_weight_decay_reaches_no_bias_of_the_experts(tmp_path):

@@ -150,6 +150,17 @@ class Objective(nn.Module):
         return self.config.mask_weight * masked + self.config.anchor_weight * dense
 
 
+def loss_notes(model: PreTrainedModel) -> list[str]:
+    """Lines for people about a term of the model's pretraining that the loss does not have."""
+    coefficient = getattr(model.config.get_text_config(), "router_aux_loss_coef", 0.0)
+    if not coefficient:
+        return []
+    return [
+        "the loss has no term that keeps the model's experts equally busy (router_aux_loss_coef "
+        f"{coefficient:g} is not used)"
+    ]
+
+
 def make_masked_pass(model: PreTrainedModel, config: TrainConfig) -> MaskedPass | None:
     """The dense and the masked pass with the configured policy; None for the control."""
     if config.policy == "control":

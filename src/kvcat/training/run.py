@@ -15,7 +15,7 @@ from kvcat.training.checkpoint import Checkpoints
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World, distribute
 from kvcat.training.log import RunLog
-from kvcat.training.objective import Objective
+from kvcat.training.objective import Objective, loss_notes
 from kvcat.training.optimizer import make_optimizer
 from kvcat.training.run_folder import RunFolder
 from kvcat.training.schedule import schedule_notes
@@ -80,7 +80,7 @@ class Run:
         data = _open_data(folder, tokenizer, streams, loaded.states)
         notes = loaded.notes + folder.record_config(loaded.step, start)
         log = RunLog(config, loaded.step, enabled=world.is_first, progress=progress)
-        log.note(*notes, *schedule_notes(config))
+        log.note(*notes, *schedule_notes(config), *loss_notes(model))
         run = cls(config, world, objective, optimizer, checkpoints, data, streams, log, loaded.step)
         try:
             yield run
