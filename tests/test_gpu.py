@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import kvcat
+from kvcat.attention import attend
 from kvcat.compress import parse_method, seeded_compressor
 from kvcat.evals import evaluate
 from kvcat.evals.answers import greedy_answers
@@ -14,6 +15,7 @@ from kvcat.evals.needle import make_task as make_needles
 from kvcat.evals.suffix import make_task
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
+from naive import normal
 from tiny import loud_model
 from training_runs import config, records
 
@@ -153,6 +155,24 @@ def check_runs(model, texts, folder, *, atol, **options):
         losses.append([r["dense_loss"] for r in records(run.output) if r["kind"] == "train"])
     assert len(losses[1]) == 4
     assert torch.allclose(*map(torch.tensor, losses), atol=atol)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("window", [None, 50])
+def test_the_masks_gradient_is_that_of_the_processor_in_double_precision(window, dtype):
+    shapes = [(2, 9, 128, 64), (2, 3, 200, 64), (2, 3, 200, 64), (2, 9, 128, 64)]
+    q, k, v, grad_out = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
+    keep = (normal(2, 200, seed=4) > 0.0).to(dtype)
+    gradients = []
+    for device, computed in (("cpu", torch.float64), (DEVICE, dtype)):
+        leaf = keep.to(device, computed).requires_grad_()
+        states = [x.to(device, computed) for x in (q, k, v)]
+        out = attend(*states, leaf, window=window)
+        (gradient,) = torch.autograd.grad(out, leaf, grad_out.to(device, computed))
+        gradients.append(gradient.cpu().double())
+    expected, actual = gradients
+    error = (actual - expected).norm() / expected.norm()
+    assert error < (1e-4 if dtype == torch.float32 else 0.02)
 
 
 FAMILIES = {

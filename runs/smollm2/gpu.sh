@@ -13,6 +13,7 @@ part() { [ -z "${PART:-}" ] || [ "$PART" = "$1" ]; }
 branches=${BRANCHES:-control router:1 rand:1 rand-prefix:1 attn-reader:0.3}  # each with its weight
 if part check; then
   python -m pytest -q -m gpu tests 2>&1 | tee "$OUT/gpu-tests.txt"
+  python benchmarks/attention.py --device cuda --dtype bfloat16 2>&1 | tee "$OUT/gpu-attention.txt"
   python benchmarks/training.py --device cuda --shape "$MODEL" --dtype bfloat16 --batch 16 2>&1 |
     tee "$OUT/gpu-training.txt"
   python benchmarks/attention_matching.py --device cuda --model "$MODEL" 2>&1 | tee "$OUT/gpu-solve.txt"

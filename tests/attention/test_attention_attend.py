@@ -1,10 +1,13 @@
 """The fast path against the naive reference, and the reference against a loop."""
 
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
 import pytest
 import torch
 
-from kvcat.attention import attend, attend_reference, extend_keys, reachable
-from kvcat.attention.mask_gradient import keep_gradient
+from kvcat.attention import attend, attend_reference, extend_keys, mask_gradient, reachable
+from kvcat.attention.mask_gradient import fused_keep_gradient, keep_gradient
 from naive import allowed, masked_attention, normal, with_gradients
 
 KINDS = {"causal": {}, "window": {"window": 3}}
@@ -56,6 +59,51 @@ def test_chunks_of_the_backward_do_not_change_the_gradient():
         for elements in (1, 2**20):
             gradient = keep_gradient(grad_out, q, k, v, reach, 8**-0.5, cpu_elements=elements)
             assert torch.allclose(gradient, expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("queries", [40, 7, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_fused_gradient_of_the_mask_is_that_of_chunks(kind, queries):
+    options = KINDS[kind]
+    for heads, kv_heads in ((4, 2), (4, 4), (3, 1)):
+        q, k, v, keep, _ = example(heads=heads, kv_heads=kv_heads, queries=queries, keys=40)
+        v = v[..., :6]
+        _, expected = with_gradients(lambda m, s=(q, k, v): attend(*s, m, **options), [keep])
+        grad_out = normal(2, heads, queries, 6, seed=1)  # the weights of with_gradients
+        reach = reachable(queries, 40, **options)[None] if options else None
+        fused = fused_keep_gradient(grad_out, q, k, v, reach, 8**-0.5)
+        assert expected.abs().max() > 0.1
+        assert torch.allclose(fused, expected, atol=1e-12)
+        half = [x.bfloat16() for x in (grad_out, q, k, v)]
+        exact = keep_gradient(*(x.double() for x in half), reach, 8**-0.5)
+        for gradient in (keep_gradient, fused_keep_gradient):
+            rounded = gradient(*half, reach, 8**-0.5)
+            assert rounded.dtype == torch.float32
+            assert (rounded - exact).norm() < 0.01 * exact.norm()
+
+
+def compiled_and_plain():
+    """Output and gradients of a layer with the fused gradient of the mask, compiled and not."""
+
+    def layer(states, keep):
+        q, k, v = states * 2.0, states[:, :2] * 1.5, states[:, 2:].sin()
+        return attend(q, k, v, keep, scale=0.3).cos()
+
+    states = normal(2, 4, 24, 8, seed=0)
+    keep = (torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) < 0.6).double()
+    plain = with_gradients(layer, [states, keep])
+    mask_gradient.keep_gradient = mask_gradient.fused_keep_gradient
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    return [with_gradients(compiled, [states, keep]), with_gradients(layer, [states, keep]), plain]
+
+
+@pytest.mark.slow
+def test_the_fused_gradient_of_the_mask_compiles_within_a_layer():
+    # in a process where no type checks meet the compiler
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        compiled, fused, by_chunks = pool.submit(compiled_and_plain).result()
+    torch.testing.assert_close(compiled, by_chunks)
+    torch.testing.assert_close(fused, by_chunks)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from kvcat.attention.chunks import score_chunks
+from kvcat.attention.kernels import attend_biased, attend_extended
 from kvcat.chunks import rows_per_chunk
 from kvcat.types import Bool, Float, Tensor, at_least_float32
 
@@ -20,8 +21,8 @@ class KeepGradient(torch.autograd.Function):
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are
     the dense attention. The derivative of the masked pass itself, at the visible slots alone, would
     give a dropped slot an unbounded weight. The forward pass costs nothing. The backward pass
-    computes the scores again, a few queries at a time. ``apply`` takes out, keep, q, k, v, reach
-    and scale, as in ``attend``.
+    computes the scores again: in half precision on a GPU by ``fused_keep_gradient``, elsewhere by
+    ``keep_gradient``. ``apply`` takes out, keep, q, k, v, reach and scale, as in ``attend``.
     """
 
     @staticmethod
@@ -38,7 +39,9 @@ class KeepGradient(torch.autograd.Function):
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors
-        grad_keep = keep_gradient(grad_out, q, k, v, reach, ctx.scale)
+        is_half_on_gpu = k.device.type == "cuda" and k.dtype.itemsize == 2
+        gradient_of_keep = fused_keep_gradient if is_half_on_gpu else keep_gradient
+        grad_keep = gradient_of_keep(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
 
@@ -82,6 +85,36 @@ def keep_gradient(
             grouped_grad[:, :, :, rows], scores.softmax(-1), v[:, :, :num_seen]
         )
     return gradient
+
+
+def fused_keep_gradient(
+    grad_out: Float[Tensor, "batch heads queries value_dim"],
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    v: Float[Tensor, "batch kv_heads keys value_dim"],
+    reach: Bool[Tensor, "#batch queries keys"] | None,
+    scale: float,
+) -> Float[Tensor, "batch keys"]:
+    """``keep_gradient`` by a forward and a backward of PyTorch's fused attention.
+
+    The sum over heads and queries of P_ij (dO_i . v_j - dO_i . o_i) is also the gradient of a
+    log-bias of key j, at a bias of 0. There is no tensor of queries x keys, whose reading and
+    writing takes most of the time of ``keep_gradient`` on a GPU. On a CPU the five products of the
+    kernels' backward take three times as long as the two of ``keep_gradient``.
+    """
+    wide = torch.promote_types(q.dtype, torch.float32)
+    no_bias = torch.zeros(k.shape[:3], dtype=wide, device=k.device)
+    q = q.to(k.dtype)
+
+    def dense_attention(log_bias: Tensor) -> Tensor:
+        if reach is None:
+            return attend_biased(q, k, v, log_bias, scale=scale, cpu_kernel=False)
+        return attend_extended(q, k, v, log_bias, reach[:, None], causal=False, scale=scale)
+
+    # torch.autograd.grad would not compile here
+    gradient_of_bias = torch.func.vjp(dense_attention, no_bias)[1]
+    (grad_bias,) = gradient_of_bias(grad_out.to(v.dtype))
+    return grad_bias.sum(1)
 
 
 def _chunk_gradient(
