@@ -1,7 +1,7 @@
 """Time and memory of a training step with KV-CAT, relative to one of the control.
 
     python benchmarks/training.py [--shape kvcat-base|smollm2-135m|small|...] [--seq-len 1024]
-        [--batch 4] [--threads 2]
+        [--batch 4] [--threads 2] [--compile]
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The
 control's step is forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones.
@@ -25,6 +25,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from kvcat.errors import run_script
 from kvcat.models import load
 from kvcat.training.config import TrainConfig
+from kvcat.training.distributed import prepare_layers
 from kvcat.training.log import peak_memory
 from kvcat.training.objective import Objective
 from kvcat.training.plan import flops_per_token, peak_flops
@@ -72,9 +73,16 @@ def make_model(shape: str, device: str) -> torch.nn.Module:
 def stepper(
     args: argparse.Namespace, sequences: int, name: str = "", **options: object
 ) -> tuple[Objective, Callable[[], None]]:
-    settings = config(seq_len=args.seq_len, batch_size=sequences, dtype=args.dtype, **options)
+    settings = config(
+        seq_len=args.seq_len,
+        batch_size=sequences,
+        dtype=args.dtype,
+        compile=args.compile,
+        **options,
+    )
     model = make_model(args.shape, args.device)
     objective = Objective(model, settings).to(args.device)
+    prepare_layers(objective.model, settings)
     tokens = torch.randint(model.config.vocab_size, (sequences, args.seq_len), device=args.device)
     generators = [torch.Generator().manual_seed(i) for i in range(sequences)]
 
@@ -108,8 +116,8 @@ def times(args: argparse.Namespace) -> None:
             if turn:
                 taken[name].append(time.perf_counter() - start)
     print(
-        f"\n{args.shape}, {args.batch} x {args.seq_len} tokens, {args.dtype}, {args.device}, torch "
-        f"{torch.__version__}"
+        f"\n{args.shape}, {args.batch} x {args.seq_len} tokens, {args.dtype}, {args.device}, "
+        f"{'compiled layers, ' if args.compile else ''}torch {torch.__version__}"
     )
     print("\n| step | seconds (median) | over the control's | tokens/s |\n|---|---|---|---|")
     for name, seconds in taken.items():
@@ -188,6 +196,7 @@ def options(doc: str | None, *, shape: str, repeats: int) -> argparse.ArgumentPa
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--compile", action="store_true", help="compile the decoder layers")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser
 

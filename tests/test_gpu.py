@@ -157,22 +157,34 @@ def check_runs(model, texts, folder, *, atol, **options):
     assert torch.allclose(*map(torch.tensor, losses), atol=atol)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "autocast"])
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_masks_gradient_is_that_of_the_processor_in_double_precision(window, dtype):
+    if (DEVICE, dtype) == ("accel", "autocast"):
+        pytest.skip("it has no autocast")
+    half = torch.float32 if dtype == "float32" else torch.bfloat16
     shapes = [(2, 9, 128, 64), (2, 3, 200, 64), (2, 3, 200, 64), (2, 9, 128, 64)]
-    q, k, v, grad_out = (normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes))
-    keep = (normal(2, 200, seed=4) > 0.0).to(dtype)
+    q, k, v, grad_out = (normal(*shape, seed=i).to(half) for i, shape in enumerate(shapes))
+    if dtype == "autocast":  # which leaves rotated queries and keys in float32
+        q = q.float()
+        k = k.float()
+    keep = (normal(2, 200, seed=4) > 0.0).float()
     gradients = []
-    for device, computed in (("cpu", torch.float64), (DEVICE, dtype)):
-        leaf = keep.to(device, computed).requires_grad_()
-        states = [x.to(device, computed) for x in (q, k, v)]
-        out = attend(*states, leaf, window=window)
-        (gradient,) = torch.autograd.grad(out, leaf, grad_out.to(device, computed))
+    for device in ("cpu", DEVICE):
+        states = [q, k, v, keep, grad_out]
+        if device == "cpu":
+            states = [x.double() for x in states]
+        *qkv, leaf, weights = (x.to(device) for x in states)
+        leaf.requires_grad_()
+        with torch.autocast(
+            DEVICE, torch.bfloat16, enabled=dtype == "autocast" and device != "cpu"
+        ):
+            out = attend(*qkv, leaf, window=window)
+        (gradient,) = torch.autograd.grad(out, leaf, weights.to(out.dtype))
         gradients.append(gradient.cpu().double())
     expected, actual = gradients
     error = (actual - expected).norm() / expected.norm()
-    assert error < (1e-4 if dtype == torch.float32 else 0.02)
+    assert error < (1e-4 if dtype == "float32" else 0.02)
 
 
 FAMILIES = {

@@ -14,8 +14,10 @@ branches=${BRANCHES:-control router:1 rand:1 rand-prefix:1 attn-reader:0.3}  # e
 if part check; then
   python -m pytest -q -m gpu tests 2>&1 | tee "$OUT/gpu-tests.txt"
   python benchmarks/attention.py --device cuda --dtype bfloat16 2>&1 | tee "$OUT/gpu-attention.txt"
-  python benchmarks/training.py --device cuda --shape "$MODEL" --dtype bfloat16 --batch 16 2>&1 |
-    tee "$OUT/gpu-training.txt"
+  for compile in "" --compile; do
+    python benchmarks/training.py --device cuda --shape "$MODEL" --dtype bfloat16 --batch 16 $compile 2>&1 |
+      tee -a "$OUT/gpu-training.txt"
+  done
   python benchmarks/attention_matching.py --device cuda --model "$MODEL" 2>&1 | tee "$OUT/gpu-solve.txt"
 fi
 if part adapt; then sh runs/smollm2/adapt.sh; fi

@@ -76,10 +76,12 @@ def test_the_fused_gradient_of_the_mask_is_that_of_chunks(kind, queries):
         assert torch.allclose(fused, expected, atol=1e-12)
         half = [x.bfloat16() for x in (grad_out, q, k, v)]
         exact = keep_gradient(*(x.double() for x in half), reach, 8**-0.5)
-        for gradient in (keep_gradient, fused_keep_gradient):
-            rounded = gradient(*half, reach, 8**-0.5)
-            assert rounded.dtype == torch.float32
-            assert (rounded - exact).norm() < 0.01 * exact.norm()
+        autocast = [half[0], half[1].float(), half[2].float(), half[3]]
+        for inputs in (half, autocast):
+            for gradient in (keep_gradient, fused_keep_gradient):
+                rounded = gradient(*inputs, reach, 8**-0.5)
+                assert rounded.dtype == torch.float32
+                assert (rounded - exact).norm() < 0.01 * exact.norm()
 
 
 def compiled_and_plain():

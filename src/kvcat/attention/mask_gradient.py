@@ -39,7 +39,8 @@ class KeepGradient(torch.autograd.Function):
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors
-        is_half_on_gpu = k.device.type == "cuda" and k.dtype.itemsize == 2
+        # autocast leaves rotated queries and keys in float32
+        is_half_on_gpu = v.device.type == "cuda" and v.dtype.itemsize == 2
         gradient_of_keep = fused_keep_gradient if is_half_on_gpu else keep_gradient
         grad_keep = gradient_of_keep(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
@@ -100,11 +101,13 @@ def fused_keep_gradient(
     The sum over heads and queries of P_ij (dO_i . v_j - dO_i . o_i) is also the gradient of a
     log-bias of key j, at a bias of 0. There is no tensor of queries x keys, whose reading and
     writing takes most of the time of ``keep_gradient`` on a GPU. On a CPU the five products of the
-    kernels' backward take three times as long as the two of ``keep_gradient``.
+    kernels' backward take three times as long as the two of ``keep_gradient``. Queries and keys are
+    rounded to the dtype of the values, as the masked pass itself rounds them.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
+    wide = torch.promote_types(v.dtype, torch.float32)
     no_bias = torch.zeros(k.shape[:3], dtype=wide, device=k.device)
-    q = q.to(k.dtype)
+    q = q.to(v.dtype)
+    k = k.to(v.dtype)
 
     def dense_attention(log_bias: Tensor) -> Tensor:
         if reach is None:
