@@ -12,7 +12,7 @@ from kvcat.cache import layer_windows
 from kvcat.errors import InputError
 from kvcat.models import MaskedPass, decoder_layers, logits_from_hidden, self_test
 from kvcat.policies import AttentionMassPolicy, RandomPolicy, SparsificationPolicy
-from tiny import loud_model
+from tiny import loud_model, refusal
 
 STARTS = (1, 2)
 WINDOWS_IN_MASKS = {
@@ -59,6 +59,13 @@ POLICIES = {
     "random": lambda _: RandomPolicy(0.5),
     "attention": lambda _: Counting(0.5),
 }
+
+
+def test_a_policy_that_reads_attention_has_no_parameters_which_would_not_be_trained():
+    policy = AttentionMassPolicy(0.5)
+    policy.weight = nn.Parameter(torch.ones(3))
+    message = refusal(MaskedPass, loud_model(), {0: policy})
+    assert message.startswith("AttentionMassPolicy reads attention and has parameters")
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)

@@ -196,7 +196,8 @@ class MaskedPass(nn.Module):
             to the prefix's states.
 
     Raises:
-        InputError: groups at layers that do not exist, a value out of range, an unsupported model.
+        InputError: groups at layers that do not exist, a value out of range, an unsupported model,
+            a policy with parameters that reads attention.
 
     References: KV-CAT, section "Training for KV Cache Compressibility", appendix "Masked attention
         forward pass".
@@ -218,6 +219,12 @@ class MaskedPass(nn.Module):
                 "state: such models are compressed, not trained"
             )
         self.group_starts = check_group_starts(len(layers), sorted(policies))
+        for policy in policies.values():
+            if policy.reads == "attention" and next(policy.parameters(), None) is not None:
+                raise InputError(
+                    f"{type(policy).__name__} reads attention and has parameters, which no budget "
+                    'loss would train: a policy with parameters reads "hidden"'
+                )
         if not 0 < tau < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")
         enable(model)

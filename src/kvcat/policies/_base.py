@@ -30,7 +30,8 @@ class SparsificationPolicy(nn.Module):
       queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of the
       dense pass in that layer, after rotation; its scale; and its sliding window in tokens, if it
       has one. In models with attention sinks (gpt-oss) it also gets ``sinks``, the logits of the
-      query heads' sinks; a policy without this argument is rejected there.
+      query heads' sinks; a policy without this argument is rejected there. Such a policy has no
+      parameters.
 
     Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source
     of chance. If a policy reads ``"hidden"`` and has parameters, its scores carry a gradient and
