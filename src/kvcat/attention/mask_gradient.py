@@ -47,6 +47,7 @@ class KeepGradient(torch.autograd.Function):
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
 
 
+@torch.compiler.disable()  # a graph of all chunks would take long to compile
 def keep_gradient(
     grad_out: Float[Tensor, "batch heads queries value_dim"],
     q: Float[Tensor, "batch heads queries head_dim"],
