@@ -1,6 +1,7 @@
 import json
 import re
 import struct
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -179,6 +180,28 @@ def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_fi
         "KL by slots kept",
     ):
         assert expected_text in text
+
+
+@pytest.mark.slow
+def test_models_methods_and_folders_whose_names_differ_in_signs_alone_keep_their_files(tmp_path):
+    """Names of files keep letters, digits, dots and hyphens of ASCII alone."""
+    models = {"base": "base", "control": "KV_CAT", "kvcat": "kv-cat"}
+    methods = {"attention-matching": "a budgets=x/1", "gradient": "a budgets=X_1"}
+    records = [
+        replace(record, model=models[record.model], method=methods[record.method])
+        for record in made_up_records(MODELS, 3, METHODS)
+    ]
+    folders = [write_results(tmp_path / name / "r", records) for name in ("run_1", "run-1")]
+    page = write_report(folders, tmp_path / "report")
+    tables = [file.read_text() for file in sorted((page.parent / "tables").glob("*.md"))]
+    captions = [text.partition("\n")[0] for text in tables]
+    for start in ("KV_CAT minus base", "kv-cat minus base", "a budgets=x/1: ", "a budgets=X_1: "):
+        assert sum(start in caption for caption in captions) == 2
+    files = [file.name.lower() for file in page.parent.glob("*/*.*")]
+    assert len(files) == len(set(files))
+    assert len([name for name in files if "differences" in name and name.endswith(".png")]) == 4
+    summary = pd.read_csv(page.parent / "summary.csv")
+    assert summary["folder"].nunique() == 2
 
 
 def sentences(page):

@@ -2,7 +2,9 @@
 
 import base64
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -188,6 +190,21 @@ def slug(text: str) -> str:
     """A text, changed so that it can be part of a file's name or of a label."""
     kept = [c if c.isascii() and (c.isalnum() or c in ".-") else " " for c in text]
     return "-".join("".join(kept).split())
+
+
+def distinct(names: Sequence[str]) -> list[str]:
+    """Names of files, in order: one that occurred before gets a number, as in ``a``, ``a-2``.
+
+    Names that differ in capitals alone count as equal, as some file systems take them for one.
+    """
+    taken: set[str] = set()
+    unique = []
+    for name in names:
+        candidates = chain([name], (f"{name}-{number}" for number in count(2)))
+        free = next(candidate for candidate in candidates if candidate.lower() not in taken)
+        taken.add(free.lower())
+        unique.append(free)
+    return unique
 
 
 def write_table(table: Table, folder: Path, prefix: str = "") -> None:

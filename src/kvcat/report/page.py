@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from string import Formatter
-from typing import Any
+from typing import Any, TypeVar
 
 import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -14,8 +14,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, make_folder
-from kvcat.report.figures import NO_STEP, Figure, Table, keep_label, slug, write_table
-from kvcat.report.plots import DrawnPlot, result_plots
+from kvcat.report.figures import NO_STEP, Figure, Table, distinct, keep_label, slug, write_table
+from kvcat.report.plots import DrawnPlot, Plot, result_plots
 from kvcat.report.results import Results, read_results
 from kvcat.report.tables import result_tables
 from kvcat.report.training_plots import run_metrics, training_plot
@@ -32,6 +32,7 @@ _FILES = (
 _NUM_TILES = 3
 _FOLD_AFTER = 12  # rows of a table that are shown at first, as in page.css
 _BREAKS = re.compile(r"(?<=[:=,/_+@])(?=.)|(?<=[a-z])(?=[A-Z][a-z])")
+_Item = TypeVar("_Item", Table, Plot)
 _RELATIONS = {"better": "better than", "worse": "worse than", "level": "level with"}
 
 
@@ -253,12 +254,13 @@ class Tile:
 def _named(results: Sequence[Results]) -> list[Results]:
     """The results, each folder once and with a unique name."""
     by_folder = {result.folder.resolve(): result for result in results}
-    names = [folder.name for folder in by_folder]
-    named = []
-    for folder, result in by_folder.items():
-        name = slug(str(folder)) if names.count(folder.name) > 1 else folder.name
-        named.append(replace(result, name=name))
-    return named
+    last_names = [folder.name for folder in by_folder]
+    names = []
+    for folder in by_folder:
+        is_alone = last_names.count(folder.name) == 1
+        names.append(folder.name if is_alone else slug(str(folder)))
+    unique = zip(distinct(names), by_folder.values(), strict=True)
+    return [replace(result, name=name) for name, result in unique]
 
 
 def _remove_earlier(out_dir: Path) -> None:
@@ -290,13 +292,19 @@ def _section(results: Results, out_dir: Path, *, several: bool) -> Section:
     if several:
         title += f" ({results.name})"
         prefix = f"{results.name}-"
-    tables = result_tables(results)
+    tables = _with_own_files(result_tables(results))
     for table in tables:
         write_table(table, out_dir / "tables", prefix)
-    plots = [plot.draw() for plot in result_plots(results)]
+    plots = [plot.draw() for plot in _with_own_files(result_plots(results))]
     for plot in plots:
         plot.save(out_dir / "plots" / f"{prefix}{plot.name}.png")
     return Section(title, results, plots, tables)
+
+
+def _with_own_files(items: Sequence[_Item]) -> list[_Item]:
+    """The tables or plots, each with a name that none of the others has."""
+    names = distinct([item.name for item in items])
+    return [replace(item, name=name) for item, name in zip(items, names, strict=True)]
 
 
 def _render(
