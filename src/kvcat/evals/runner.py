@@ -87,7 +87,8 @@ def evaluate(
     They include the records of earlier runs in the folder. All methods share one trace per batch. A
     method with snapshots has one record per snapshot. After a kill, the same call computes the
     missing records and returns the same result. The costs of each method on its first batch are
-    written to ``costs.jsonl``, versions and hardware to ``provenance.jsonl`` if records are missing.
+    written to ``costs.jsonl``, the versions and hardware that computed records to
+    ``provenance.jsonl``.
 
     Args:
         task: examples, and how they are scored.

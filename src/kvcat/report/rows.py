@@ -232,10 +232,11 @@ def mixed_sources(stored: StoredResults, labels: Mapping[str, str]) -> list[str]
     lines = []
     models_of_type: dict[str, dict[str, None]] = defaultdict(dict)
     for record in stored.records:
-        label = labels[record.model.partition("@")[0]]
-        models_of_type[record.dtype][label] = None
+        model = record.model.partition("@")[0]
+        models_of_type[record.dtype][labels.get(model, model)] = None
     if len(models_of_type) > 1:
-        types = "; ".join(f"{dtype}: {', '.join(models_of_type[dtype])}" for dtype in models_of_type)
+        names = {dtype: ", ".join(models) for dtype, models in models_of_type.items()}
+        types = "; ".join(f"{dtype}: {models}" for dtype, models in names.items())
         lines.append(f"Weights of different types ({types}): differences include their rounding.")
     versions = []
     for name in _SOFTWARE:
