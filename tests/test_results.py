@@ -259,6 +259,22 @@ def test_windows_of_a_results_folder_become_rows_once(scripts, tmp_path):
         add.joined(again, new)
 
 
+def test_windows_of_another_length_or_supervision_are_not_added(scripts):
+    """`evaluate.sh` has other lengths by default than the file."""
+    check = scripts["add_records"].check_windows
+    of_file = {"evaluation": "suffix", "prefix_len": 384, "suffix_len": 128}
+    of_file["supervision"] = "suffix"
+    check(of_file)
+    for name, other in (
+        ("evaluation", "needle"),
+        ("prefix_len", 768),
+        ("suffix_len", 256),
+        ("supervision", "first-half"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name} of the folder is {other!r}, not"):
+            check(of_file | {name: other})
+
+
 def test_writing_the_file_again_changes_no_byte(scripts, tmp_path):
     scripts["add_records"].write(scripts["records"].read(), tmp_path / "again.csv.gz")
     with gzip.open(tmp_path / "again.csv.gz") as again, gzip.open(FOLDER / "records.csv.gz") as now:

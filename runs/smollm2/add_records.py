@@ -4,16 +4,19 @@
         --model control@0=control-64 router-w1@0=router-64 base=base
 
 A label of the folder becomes the name of a model with its steps; the part of the label after the @
-is the training seed (0 without one). Labels that are not named are left out.
+is the training seed (0 without one). Labels that are not named are left out. The windows must be
+those of the file: 384 + 128 tokens, with caches fitted to the scored text.
 """
 
 import argparse
 import gzip
 import io
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
-from records import FILE, read
+from records import FILE, NUM_PREDICTED, read
 
 from kvcat.errors import InputError, run_script
 from kvcat.evals import Record
@@ -21,6 +24,19 @@ from kvcat.evals.records import read_config, read_records
 
 VALUES = ["kl", "nll", "nll_dense", "context_gain"]
 KEY = ["text", "evaluated", "model", "seed", "method", "keep_ratio", "document", "window"]
+WINDOWS = {"prefix_len": 384, "suffix_len": NUM_PREDICTED + 1, "supervision": "suffix"}
+"""Settings of the evaluations in the file."""
+
+
+def check_windows(config: Mapping[str, Any]) -> None:
+    """Reject a results folder whose windows are not of the kind that the file holds.
+
+    Raises:
+        InputError: another evaluation, length or supervision.
+    """
+    for name, wanted in {"evaluation": "suffix", **WINDOWS}.items():
+        if config.get(name) != wanted:
+            raise InputError(f"{name} of the folder is {config.get(name)!r}, not {wanted!r}")
 
 
 def rows_of(
@@ -87,10 +103,9 @@ def main() -> None:
     parser.add_argument("--model", nargs="+", required=True, metavar="LABEL=NAME")
     parser.add_argument("--records", type=Path, default=FILE)
     options = parser.parse_args()
-    if read_config(options.folder)["evaluation"] != "suffix":
-        parser.error(f"{options.folder} is not of kvcat eval suffix")
     names = dict(pair.rpartition("=")[::2] for pair in options.model)
     try:
+        check_windows(read_config(options.folder))
         new = rows_of(read_records(options.folder), names, options.text, options.evaluated)
         write(joined(read(options.records), new), options.records)
     except InputError as error:

@@ -66,6 +66,15 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
     assert (start["event"], start["torch"], end["event"]) == ("start", torch.__version__, "end")
 
 
+def test_a_call_that_computes_nothing_is_not_among_the_sources_of_the_records(
+    finished, models, windows
+):
+    folder, records = finished
+    events = read_events(folder)
+    assert run(models, windows, folder) == records
+    assert read_events(folder) == events
+
+
 @pytest.mark.parametrize(
     ("name", "option", "text"),
     [

@@ -15,7 +15,8 @@ from report_examples import (
 )
 
 from kvcat.errors import InputError
-from kvcat.evals import find_evaluation
+from kvcat.evals import ResultsFolder, find_evaluation
+from kvcat.evals.records import read_config
 from kvcat.report import headline_text
 from kvcat.report.figures import Figure
 from kvcat.report.page import Section
@@ -281,6 +282,22 @@ def test_missing_seeds_and_training_runs_are_named_like_missing_examples(tmp_pat
         "Incomplete: base has 0",
         "Incomplete: kvcat has 0",
     ]
+
+
+def test_models_of_different_types_and_records_of_different_versions_are_named(tmp_path):
+    records = made_up_records(("base", "kvcat"), num_documents=4, methods=("snapkv",))
+    mixed = [replace(r, dtype="bfloat16") if r.model == "kvcat" else r for r in records]
+    folder = write_results(tmp_path / "mixed", mixed)
+    of_types = "Weights of different types (float32: base; bfloat16: kvcat): differences include"
+    assert read_results(folder).warnings == [f"{of_types} their rounding."]
+    with ResultsFolder(folder, read_config(folder)) as opened:
+        for torch_version in ("2.12.0", "2.13.0", "2.13.0"):
+            versions = {"kvcat": "0.1.0", "torch": torch_version}
+            opened.append_event({"event": "start", **versions})
+    _, of_versions = read_results(folder).warnings
+    assert of_versions == (
+        "Different versions made the records (torch 2.12.0 and 2.13.0): figures may depend on it."
+    )
 
 
 def test_a_model_without_one_of_the_tasks_has_no_average_over_them(tmp_path):

@@ -250,6 +250,13 @@ def test_the_objective_is_the_kl_of_the_masked_tokens_and_the_anchor_of_all(
     assert record["dense_loss"].item() == pytest.approx(
         next_token_loss(dense, tokens).item(), rel=1e-5
     )
+    losses_of_suffix = {"masked_loss": masked}
+    if prefix_len:
+        losses_of_suffix["dense_suffix_loss"] = dense[:, prefix_len:]
+    for name, logits in losses_of_suffix.items():
+        expected_loss = next_token_loss(logits, tokens[:, prefix_len:]).item()
+        assert record[name].item() == pytest.approx(expected_loss, rel=1e-5)
+    assert ("dense_suffix_loss" in record) == bool(prefix_len)
 
 
 def test_the_routers_target_falls_and_is_the_last_one_in_validation(tiny_folder, tmp_path):

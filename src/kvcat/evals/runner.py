@@ -87,7 +87,8 @@ def evaluate(
     They include the records of earlier runs in the folder. All methods share one trace per batch. A
     method with snapshots has one record per snapshot. After a kill, the same call computes the
     missing records and returns the same result. The costs of each method on its first batch are
-    written to ``costs.jsonl``, versions and hardware to ``provenance.jsonl``.
+    written to ``costs.jsonl``, the versions and hardware that computed records to
+    ``provenance.jsonl``.
 
     Args:
         task: examples, and how they are scored.
@@ -129,17 +130,21 @@ def evaluate(
         ResultsFolder(out_dir, config, shard=shard) as folder,
         progress_bar(num_scores, task.evaluation, shown=progress) as bar,
     ):
-        folder.append_event({"event": "start", **provenance()})
         runs = []
         for label, (model, tokenizer) in models.items():
             run = _Run(task, label, model, tokenizer, folder=folder, bar=bar, speed=speed)
             folder.check_model(label, run.fingerprint, run.dtype)
             runs.append(run)
+        # a call that computes nothing is not among the sources of the records
+        is_complete = all(run.has_scored(batch) for run in runs for batch in batches)
+        if not is_complete:
+            folder.append_event({"event": "start", **provenance()})
         for run in runs:
             for batch in batches:
                 run.score_missing(batch)
-        seconds = round(time.monotonic() - begun, 1)
-        folder.append_event({"event": "end", "seconds": seconds})
+        if not is_complete:
+            seconds = round(time.monotonic() - begun, 1)
+            folder.append_event({"event": "end", "seconds": seconds})
         return folder.records
 
 
@@ -165,6 +170,14 @@ class _Run:
         else:  # computed like that of the earlier records
             self.fingerprint = fingerprint_like(recorded, self.model)
         self.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+
+    def has_scored(self, batch: _Batch) -> bool:
+        """Whether the folder has all records of a batch."""
+        return all(
+            self._is_done(job, keep_ratio, batch.examples)
+            for job in batch.jobs
+            for keep_ratio in job.keep_ratios
+        )
 
     def score_missing(self, batch: _Batch) -> None:
         """Compute and write the records of a batch that the folder lacks."""

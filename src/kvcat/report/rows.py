@@ -19,6 +19,7 @@ from kvcat.report.figures import (
 from kvcat.report.paper import Paper
 
 CELL = ["method", "keep_ratio", "step"]
+_SOFTWARE = ("kvcat", "torch", "transformers")
 _SPEEDS = ["ttft", "ttft_dense", "tokens_per_s", "tokens_per_s_dense"]
 
 
@@ -215,6 +216,36 @@ def incomplete(stored: StoredResults, labels: Mapping[str, str]) -> list[str]:
             f"Incomplete: {label} has {count} of {method} at {100 * keep_ratio:g} %{each}. "
             f"Its figures are therefore over other {others}."
         )
+    return lines
+
+
+def mixed_sources(stored: StoredResults, labels: Mapping[str, str]) -> list[str]:
+    """A line if the models' weights have different types, and one if versions of software differ.
+
+    Models can be added to a folder with another ``--dtype`` and by another version. Both move a
+    figure, by more than many differences between models in half precision.
+
+    Args:
+        stored: content of a results folder.
+        labels: label of each model, by its name without ``@SEED``.
+    """
+    lines = []
+    models_of_type: dict[str, dict[str, None]] = defaultdict(dict)
+    for record in stored.records:
+        model = record.model.partition("@")[0]
+        models_of_type[record.dtype][labels.get(model, model)] = None
+    if len(models_of_type) > 1:
+        names = {dtype: ", ".join(models) for dtype, models in models_of_type.items()}
+        types = "; ".join(f"{dtype}: {models}" for dtype, models in names.items())
+        lines.append(f"Weights of different types ({types}): differences include their rounding.")
+    versions = []
+    for name in _SOFTWARE:
+        recorded = dict.fromkeys(event[name] for event in stored.events if name in event)
+        if len(recorded) > 1:
+            versions.append(f"{name} {' and '.join(recorded)}")
+    if versions:
+        software = "; ".join(versions)
+        lines.append(f"Different versions made the records ({software}): figures may depend on it.")
     return lines
 
 

@@ -19,6 +19,7 @@ from kvcat.training.run_folder import CONFIG_FILE, check_start
 # the numbers of a validation record, with their units
 _VALIDATION_UNITS = {
     "dense_loss": "nats per token",
+    "dense_suffix_loss": "nats per token after the split, as masked_loss and kl",
     "masked_loss": "nats per token",
     "kl": "nats per token",
     "top1": "of the tokens",

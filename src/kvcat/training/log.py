@@ -153,6 +153,8 @@ def _losses(record: dict[str, Any]) -> str:
         kept = [f"{value:.2f}" for value in record["kept"].values()]
         if len(set(kept)) == 1:  # random and attention policies keep equally many
             kept = kept[:1]
+        if "dense_suffix_loss" in record:  # of the tokens that the masked loss is about
+            words.append(f"after the split {record['dense_suffix_loss']:.3f}")
         words.append(f"masked {record['masked_loss']:.3f}")
         words.append(f"kl {record['kl']:.4f}")
         words.append(f"kept {' '.join(kept)}")

@@ -18,7 +18,8 @@ NEAR = 0.05  # a score within this distance of the threshold counts as near it
 
 Record = dict[str, Any]
 """Scalars without gradient by name; ``kept``, ``mean_score`` and ``near_threshold`` by first layer
-of each group."""
+of each group. With a split, the masked loss, the KL and the top-1 agreement are means over the
+tokens after it, and ``dense_suffix_loss`` is the dense loss of the same tokens."""
 
 
 class Objective(nn.Module):
@@ -130,6 +131,8 @@ class Objective(nn.Module):
             "kl": suffix.kl,
             "top1": suffix.top1,
         }
+        if prefix_len:
+            record["dense_suffix_loss"] = suffix.dense_loss
         return total, record
 
     def _distill_from(
