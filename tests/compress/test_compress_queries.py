@@ -338,9 +338,7 @@ def test_kept_queries_attend_to_the_cache_alone_if_all_tokens_after_it_are_prote
         # every slot of the cache is kept
         keys = before.keys[layer][:, :, 2:]
         values = before.values[layer][:, :, 2:]
-        log_mass, outputs = attention_from(
-            double, states, layer, place - kept.starts, keys, values
-        )
+        log_mass, outputs = attention_from(double, states, layer, place - kept.starts, keys, values)
         torch.testing.assert_close(joined.log_mass[layer][:, :, is_kept], log_mass)
         error = (joined.outputs[layer].numbers()[:, :, is_kept] - outputs).abs()
         assert error.max() < 0.01 * outputs.abs().max()
