@@ -1,11 +1,14 @@
 """Rotary factors that depend on the length (LongRoPE, dynamic NTK): a cache has one set for its
 whole life."""
 
+import copy
+import gc
+
 import pytest
 import torch
 
 import kvcat
-from kvcat.cache import CompactCache, fingerprint, held_factors, rope_factors
+from kvcat.cache import CACHE_NAME, CompactCache, fingerprint, held_factors, rope_factors
 from kvcat.compress.trace import Reconstruction
 from kvcat.evals.answers import greedy_answers, token_nll
 from kvcat.models import self_test
@@ -233,3 +236,15 @@ def test_factors_are_held_for_a_block_and_models_that_choose_them_otherwise_are_
         rope_parameters={**LONGROPE, "short_mscale": 1.1, "long_mscale": 1.3},
     )
     assert "PhimoeForCausalLM is not supported: its rotary factors" in refusal(self_test, phimoe)
+
+
+def test_a_copy_of_a_cache_holds_its_factors_when_the_cache_is_gone():
+    model, _ = pair()
+    document = kvcat.trace(model, tokens(30), supervision="self", room=BORDER)
+    cache = kvcat.AttentionMatching()(document, num_slots=10)
+    with torch.no_grad():
+        expected = model(**cache.inputs(model, tokens(5, seed=1))).logits
+        inputs = cache.inputs(model, tokens(5, seed=1))
+        inputs[CACHE_NAME] = copy.deepcopy(inputs[CACHE_NAME])
+        gc.collect()
+        assert torch.equal(model(**inputs).logits, expected)

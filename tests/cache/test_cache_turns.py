@@ -1,5 +1,6 @@
 """Conversations on one cache, and generation settings of a model that would change them."""
 
+import copy
 import gc
 from dataclasses import replace
 
@@ -245,3 +246,23 @@ def test_a_mask_of_another_shape_than_the_question_is_rejected(model, cache):
         assert f"attention_mask has shape {shape}, input_ids (2, 5)" in refusal(
             cache.inputs, model, rows, torch.ones(shape, dtype=torch.long)
         )
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
+def test_a_copy_of_a_cache_is_checked_like_the_cache_when_that_one_is_gone(
+    model, stock, cache, copied
+):
+    padding = torch.zeros(1, 3, dtype=torch.long)
+    mask = torch.cat([padding, torch.ones_like(FIRST)], 1)
+    inputs = cache.inputs(model, torch.cat([padding, FIRST], 1), mask)
+    inputs[CACHE_NAME] = copied(inputs[CACHE_NAME])
+    gc.collect()
+    with torch.no_grad():
+        logits = model(**inputs).logits[:, 3:]
+        expected = stock(torch.cat([DOCUMENT, FIRST], 1), use_cache=False).logits[:, LENGTH:]
+    # transformers rotates in float32
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert "more do not fit" in refusal(model, **inputs)
+    del inputs
+    gc.collect()
+    assert not model.base_model._forward_pre_hooks

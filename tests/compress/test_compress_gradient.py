@@ -274,3 +274,44 @@ def test_states_of_another_run_damaged_and_foreign_ones_are_rejected(
     ]:
         with pytest.raises(InputError, match=message):
             method(traced, num_slots=5, resume=resume, on_step=killed_at(1))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "message"),
+    [
+        (
+            "phi3",
+            {
+                "pad_token_id": 0,
+                "original_max_position_embeddings": 50,
+                "rope_parameters": {
+                    "rope_type": "longrope",
+                    "rope_theta": 1e4,
+                    "short_factor": [1.0, 1.5, 2.0, 2.5],
+                    "long_factor": [2.0, 5.0, 8.0, 11.0],
+                    "original_max_position_embeddings": 50,
+                },
+            },
+            "its rope is short, here it is long",
+        ),
+        (
+            "gemma3_text",
+            {
+                "layer_types": ["sliding_attention", "full_attention"],
+                "sliding_window": 50,
+                "head_dim": 8,
+                "query_pre_attn_scalar": 8,
+            },
+            "its layers is None, here it is 1",
+        ),
+    ],
+)
+def test_the_state_of_other_rotary_factors_or_layers_is_rejected(kind, options, message, tmp_path):
+    """Both depend on the room for later text."""
+    model = loud_model(kind, std=0.2, **options)
+    ids = torch.randint(3, 67, (1, 40), generator=torch.Generator().manual_seed(0))
+    method = GradientCompression(num_steps=1)
+    path = tmp_path / "state"
+    method(trace(model, ids, 30, room=10), num_slots=5, resume=path)
+    with pytest.raises(InputError, match=message):
+        method(trace(model, ids, 30, room=40), num_slots=5, resume=path)

@@ -321,6 +321,40 @@ def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, w
     assert placed_ahead(replace(new, past_queries=None)).past_queries is None
 
 
+@pytest.mark.parametrize("places", [32, 512])
+def test_kept_queries_attend_to_the_cache_alone_if_all_tokens_after_it_are_protected(
+    double, windows, places
+):
+    before = protecting(trace(double, windows, 32), [(0, 2)])
+    kept = keep_queries(before, 8, places=places)
+    past = before.dense_cache()
+    new = protecting(grown_trace(double, windows, past, kept), [(0, 2), (32, 48)])
+    moved_on = placed_ahead(new, places=places)
+    place = moved_on.past_queries.place
+    joined = keep_queries(moved_on, 48, places=places)
+    is_kept = torch.isin(joined.positions, kept.positions)
+    for layer in range(2):
+        states = kept.states[layer].numbers()
+        # every slot of the cache is kept
+        keys = before.keys[layer][:, :, 2:]
+        values = before.values[layer][:, :, 2:]
+        log_mass, outputs = attention_from(double, states, layer, place - kept.starts, keys, values)
+        torch.testing.assert_close(joined.log_mass[layer][:, :, is_kept], log_mass)
+        error = (joined.outputs[layer].numbers()[:, :, is_kept] - outputs).abs()
+        assert error.max() < 0.01 * outputs.abs().max()
+
+
+def test_kept_queries_are_moved_on_over_a_cache_of_protected_slots_alone(double, windows):
+    before = protecting(trace(double, windows, 32), [(0, 2)])
+    kept = keep_queries(before, 8, places=32)
+    past = AttentionMatching()(before, num_slots=2)
+    new = protecting(grown_trace(double, windows, past, kept), [(0, 2)])
+    moved_on = placed_ahead(new, places=32).past_queries
+    assert moved_on.place == 64
+    for layer in range(2):
+        torch.testing.assert_close(moved_on.log_mass[layer], kept.log_mass[layer])
+
+
 def test_protected_tokens_are_no_part_of_what_kept_queries_attended_to(double, windows):
     protect = [(2, 5), (30, 32)]
     before = protecting(trace(double, windows, 32), protect)

@@ -59,6 +59,8 @@ class PrefixCache(Cache):
         self.padding: int | None = None
         # the running block of held_factors in a forward
         self.held: AbstractContextManager[None] | None = None
+        # keeps the model's hooks (guard); copies of the cache have the same object
+        self.use: _Use | None = None
 
     def __bool__(self) -> bool:
         """False, because Phi-3's ``generate`` drops a cache that is true once a question is longer
@@ -77,8 +79,8 @@ def guard(model: PreTrainedModel, past: PrefixCache) -> None:
     """Hook every forward of the model with a ``PrefixCache``.
 
     The hooks check the forward before it runs, and make it use the cache's rotary factors. They are
-    on the model's ``base_model`` as long as one of its caches is in use. Forwards with other caches
-    or without a cache do not change.
+    on the model's ``base_model`` as long as one of its caches, or a copy of one, is in use.
+    Forwards with other caches or without a cache do not change.
     """
     module = model.base_model
     if _before not in module._forward_pre_hooks.values():
@@ -87,7 +89,16 @@ def guard(model: PreTrainedModel, past: PrefixCache) -> None:
         _GUARDED[module] = _Guarded([before, after])
     if module in _GUARDED:
         _GUARDED[module].num_caches += 1
-        finalize(past, _release, ref(module))
+        past.use = _Use()
+        finalize(past.use, _release, ref(module))
+
+
+class _Use:
+    """The use of a module's hooks by a cache and by its copies, until the last of them is gone."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Use":
+        """The object itself."""
+        return self
 
 
 @dataclass

@@ -87,10 +87,15 @@ def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
     place = _place(trace.prefix_len, places)
     if past is None or past.place >= place:
         return trace
-    compact = slice(0, -trace.num_new)
     log_masses = []
     all_outputs = []
     for layer, states in enumerate(past.states):
+        num_compact = _first_new(trace, layer)
+        if not num_compact:  # the compact cache holds protected slots alone
+            log_masses.append(past.log_mass[layer])
+            all_outputs.append(past.outputs[layer])
+            continue
+        compact = slice(0, num_compact)
         before = _attended(trace, layer, states, past.place - past.starts, compact)
         after = _attended(trace, layer, states, place - past.starts, compact)
         log_masses.append(past.log_mass[layer] + (after.log_mass - before.log_mass))
@@ -158,9 +163,9 @@ def _placed(
 
 def _with_new_tokens(trace: Trace, past: PastQueries) -> PastQueries:
     """Kept queries whose attention is joined with that to the tokens after the compact cache."""
-    new_slots = slice(-trace.num_new, None)
     joined = []
     for layer, states in enumerate(past.states):
+        new_slots = slice(_first_new(trace, layer), None)
         before = Attended(past.log_mass[layer], past.outputs[layer].numbers())
         new = _attended(trace, layer, states, past.place - past.starts, new_slots)
         joined.append(before.joined(new))
@@ -169,6 +174,14 @@ def _with_new_tokens(trace: Trace, past: PastQueries) -> PastQueries:
         log_mass=[each.log_mass for each in joined],
         outputs=[Rows.of(each.outputs) for each in joined],
     )
+
+
+def _first_new(trace: Trace, layer: int) -> int:
+    """The number of slots in the compact cache that are not protected, padding included.
+
+    Those of the tokens after it follow. There are none of these if all such tokens are protected.
+    """
+    return trace.unprotected.keys[layer].shape[2] - trace.num_new
 
 
 def _attended(

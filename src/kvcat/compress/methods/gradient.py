@@ -320,6 +320,10 @@ class SlotTraining:
             identity["budgets"] = self._budgets
         if trace.protected:
             identity["protected"] = range_text(trace.protected)
+        if trace.rope is not None:
+            identity["rope"] = trace.rope
+        if trace.states:
+            identity["layers"] = " ".join(str(number) for number in trace.layer_numbers)
         identity["model"] = trace.fingerprint[:16]
         identity["tokens"] = digest.hexdigest()[:16]
         return identity
