@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -246,6 +247,11 @@ def test_a_mask_of_another_shape_than_the_question_is_rejected(model, cache):
         assert f"attention_mask has shape {shape}, input_ids (2, 5)" in refusal(
             cache.inputs, model, rows, torch.ones(shape, dtype=torch.long)
         )
+
+
+def test_a_cache_is_not_pickled_as_its_model_elsewhere_would_not_check_it(model, cache):
+    past = cache.inputs(model, FIRST)[CACHE_NAME]
+    assert "cannot be pickled: save the compact cache" in refusal(pickle.dumps, past)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

@@ -100,6 +100,17 @@ class _Use:
         """The object itself."""
         return self
 
+    def __reduce__(self) -> str:
+        """Nothing: in another process the model would have no hooks.
+
+        Raises:
+            InputError: always.
+        """
+        raise InputError(
+            "a cache of transformers with a compact prefix cannot be pickled: save the compact "
+            "cache, and take its inputs where it is loaded"
+        )
+
 
 @dataclass
 class _Guarded:
