@@ -264,7 +264,10 @@ def test_windows_of_another_length_or_supervision_are_not_added(scripts):
     check = scripts["add_records"].check_windows
     of_file = {"evaluation": "suffix", "prefix_len": 384, "suffix_len": 128}
     of_file["supervision"] = "suffix"
-    check(of_file)
+    check(of_file, "books")
+    check(of_file | {"supervision": "first-half"}, "books-first-half")
+    with pytest.raises(ValueError, match=r"^supervision of the folder is 'suffix'"):
+        check(of_file, "books-first-half")
     for name, other in (
         ("evaluation", "needle"),
         ("prefix_len", 768),
@@ -272,7 +275,7 @@ def test_windows_of_another_length_or_supervision_are_not_added(scripts):
         ("supervision", "first-half"),
     ):
         with pytest.raises(ValueError, match=f"^{name} of the folder is {other!r}, not"):
-            check(of_file | {name: other})
+            check(of_file | {name: other}, "books")
 
 
 def test_writing_the_file_again_changes_no_byte(scripts, tmp_path):

@@ -5,7 +5,8 @@
 
 A label of the folder becomes the name of a model with its steps; the part of the label after the @
 is the training seed (0 without one). Labels that are not named are left out. The windows must be
-those of the file: 384 + 128 tokens, with caches fitted to the scored text.
+those of the file: 384 + 128 tokens, with caches fitted to the scored text, or to the half of the
+suffix before it if the text's name ends in -first-half.
 """
 
 import argparse
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from records import FILE, NUM_PREDICTED, read
+from records import FILE, NUM_PREDICTED, TEXTS, read
 
 from kvcat.errors import InputError, run_script
 from kvcat.evals import Record
@@ -24,17 +25,24 @@ from kvcat.evals.records import read_config, read_records
 
 VALUES = ["kl", "nll", "nll_dense", "context_gain"]
 KEY = ["text", "evaluated", "model", "seed", "method", "keep_ratio", "document", "window"]
-WINDOWS = {"prefix_len": 384, "suffix_len": NUM_PREDICTED + 1, "supervision": "suffix"}
-"""Settings of the evaluations in the file."""
+HALF = "-first-half"
+"""The end of a text's name in the file if caches were fitted to the half before the scored one."""
 
 
-def check_windows(config: Mapping[str, Any]) -> None:
-    """Reject a results folder whose windows are not of the kind that the file holds.
+def check_windows(config: Mapping[str, Any], text: str) -> None:
+    """Reject a results folder whose windows are not of the kind that the file holds of a text.
 
     Raises:
         InputError: another evaluation, length or supervision.
     """
-    for name, wanted in {"evaluation": "suffix", **WINDOWS}.items():
+    supervision = HALF[1:] if text.endswith(HALF) else "suffix"
+    expected = {
+        "evaluation": "suffix",
+        "prefix_len": 384,
+        "suffix_len": NUM_PREDICTED + 1,
+        "supervision": supervision,
+    }
+    for name, wanted in expected.items():
         if config.get(name) != wanted:
             raise InputError(f"{name} of the folder is {config.get(name)!r}, not {wanted!r}")
 
@@ -98,14 +106,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--text", required=True, choices=("books", "other-books", "tech", "code"))
+    in_file = [name for name, texts in TEXTS.items() if texts == (name,)]
+    parser.add_argument("--text", required=True, choices=in_file)
     parser.add_argument("--evaluated", required=True, metavar="YYYY-MM-DD", help="date of the code")
     parser.add_argument("--model", nargs="+", required=True, metavar="LABEL=NAME")
     parser.add_argument("--records", type=Path, default=FILE)
     options = parser.parse_args()
     names = dict(pair.rpartition("=")[::2] for pair in options.model)
     try:
-        check_windows(read_config(options.folder))
+        check_windows(read_config(options.folder), options.text)
         new = rows_of(read_records(options.folder), names, options.text, options.evaluated)
         write(joined(read(options.records), new), options.records)
     except InputError as error:

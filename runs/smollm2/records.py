@@ -32,11 +32,13 @@ TEXTS = {
     "thirty-books": ("books", "other-books"),
     "tech": ("tech",),
     "code": ("code",),
+    "books-first-half": ("books-first-half",),
 }
 """What the column ``text`` has, by the name of a text in a table.
 
 ``books`` are the twelve that forms were chosen on; ``other-books`` are the eighteen of books-train
-that no run trained on and no choice was made on.
+that no run trained on and no choice was made on. A name that ends in ``-first-half`` has scores on
+the second half of each suffix, of caches fitted to the first.
 """
 PRIMARY = {"method": PAPER, "keep_ratio": 0.05, "metric": "kl"}
 """The primary cell of every form: the report's rule, first method, first size, first metric."""
