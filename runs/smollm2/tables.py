@@ -4,7 +4,8 @@
     python runs/smollm2/tables.py --write                  # puts all of them into the pages
     python runs/smollm2/tables.py --check                  # exit code 1 if a page is different
 
-A table's name is ``summary``, ``controls``, ``price-shares``, ``exact`` or
+A table's name is ``summary``, ``controls``, ``price-shares``, ``exact``, ``exact-tech``,
+``exact-code``, ``peers``, ``price`` or
 [DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT and MODEL as in ``records.py``, and DATE that of the
 code that evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its
 control both have; runs of several dates are joined by a plus sign (2026-11-26+2026-11-27). Pages
@@ -84,6 +85,24 @@ PRICES = [("rand-w0.3-48", "rand-48"), ("rand-w0.1-48", "rand-48")]
 PRICES += [("attn-reader-w0.3-64", "attn-reader-64")]
 
 
+SIDE_BY_SIDE = {  # cells of the tables that have a model in each column: metric, method, keep ratio
+    "KL, default, 5 %": ("kl", DEFAULT, 0.05),
+    "KL, default, 10 %": ("kl", DEFAULT, 0.1),
+    "KL, SnapKV, 5 %": ("kl", "snapkv", 0.05),
+    "KL, SnapKV, 10 %": ("kl", "snapkv", 0.1),
+    "NLL on the cache, default, 5 %": ("nll", DEFAULT, 0.05),
+    "NLL on the cache, SnapKV, 5 %": ("nll", "snapkv", 0.05),
+}
+PEERS = {"router-160": "Router", "dms-160": "DMS", "sp-kv-160": "SP-KV"}
+SEPARATED = {
+    "router-160": "Router",
+    "projected-160": "projected",
+    "own-moments-160": "own moments",
+    "router-w0.3-160": "Router, weight .3",
+    "own-moments-w0.3-160": "own moments, weight .3",
+}
+
+
 @lru_cache
 def all_rows() -> pd.DataFrame:
     """The results of every window."""
@@ -115,6 +134,8 @@ def table(name: str) -> str:
         "exact": exact,
         "exact-tech": partial(exact_elsewhere, "tech"),
         "exact-code": partial(exact_elsewhere, "code"),
+        "peers": partial(side_by_side, "peers", PEERS, "2026-11-26"),
+        "price": partial(side_by_side, "price", SEPARATED, "2026-11-27"),
     }
     body = special[name]() if name in special else comparison_table(comparison_of(name))
     return f"{body}\n\n(`python runs/smollm2/tables.py {name}`)\n"
@@ -277,6 +298,22 @@ def price_shares() -> str:
         share = price_share(all_rows(), model, other)
         text = short(f"{share.value:.2f} [{share.low:.2f}, {share.high:.2f}]")
         lines.append(line([f"`{model}`", text]))
+    return "\n".join(lines)
+
+
+def side_by_side(folder: str, titles: dict[str, str], evaluated: str) -> str:
+    """A column for every model of a folder of runs: what it is over its control."""
+    rows = read(ROOT / "runs" / folder / "records.csv.gz")
+    comparisons = [
+        compared(rows, model, text="code-first-half", evaluated=evaluated) for model in titles
+    ]
+    lines = header(["over the control's", *titles.values()])
+    for metric, title in (("nll_dense", "dense NLL, nats"), ("context_gain", "context gain, nats")):
+        figures = [shown(difference_figure(each.dense.loc[metric])) for each in comparisons]
+        lines.append(line([title, *figures]))
+    for title, place in SIDE_BY_SIDE.items():
+        figures = [cell(each.row(*place), with_p=False) for each in comparisons]
+        lines.append(line([title, *figures]))
     return "\n".join(lines)
 
 
