@@ -21,7 +21,7 @@ class KeepGradient(torch.autograd.Function):
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are
     the dense attention. The derivative of the masked pass itself, at the visible slots alone, would
     give a dropped slot an unbounded weight. The forward pass costs nothing. The backward pass
-    computes the scores again: in half precision on a GPU by ``fused_keep_gradient``, elsewhere by
+    computes the scores again: in bfloat16 on a GPU by ``fused_keep_gradient``, elsewhere by
     ``keep_gradient``. ``apply`` takes out, keep, q, k, v, reach and scale, as in ``attend``.
     """
 
@@ -40,8 +40,8 @@ class KeepGradient(torch.autograd.Function):
         grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors
         # autocast leaves rotated queries and keys in float32
-        is_half_on_gpu = v.device.type == "cuda" and v.dtype.itemsize == 2
-        gradient_of_keep = fused_keep_gradient if is_half_on_gpu else keep_gradient
+        can_fuse = v.device.type == "cuda" and v.dtype == torch.bfloat16
+        gradient_of_keep = fused_keep_gradient if can_fuse else keep_gradient
         grad_keep = gradient_of_keep(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
