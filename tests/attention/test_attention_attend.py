@@ -85,7 +85,8 @@ def test_the_fused_gradient_of_the_mask_is_that_of_chunks(kind, queries):
 
 
 def compiled_and_plain():
-    """Output and gradients of a layer with the fused gradient of the mask, compiled and not."""
+    """Output and gradients of a layer, the gradient of the mask by chunks and fused, each compiled
+    as one graph and not."""
 
     def layer(states, keep):
         q, k, v = states * 2.0, states[:, :2] * 1.5, states[:, 2:].sin()
@@ -93,19 +94,24 @@ def compiled_and_plain():
 
     states = normal(2, 4, 24, 8, seed=0)
     keep = (torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) < 0.6).double()
-    plain = with_gradients(layer, [states, keep])
-    mask_gradient.keep_gradient = mask_gradient.fused_keep_gradient
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    return [with_gradients(compiled, [states, keep]), with_gradients(layer, [states, keep]), plain]
+
+    def in_both_ways():
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        return [with_gradients(compiled, [states, keep]), with_gradients(layer, [states, keep])]
+
+    by_chunks = in_both_ways()
+    mask_gradient._by_chunks = mask_gradient.fused_keep_gradient
+    return [*by_chunks, *in_both_ways()]
 
 
 @pytest.mark.slow
-def test_the_fused_gradient_of_the_mask_compiles_within_a_layer():
+def test_the_gradient_of_the_mask_compiles_within_a_layer():
     # in a process where no type checks meet the compiler
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        compiled, fused, by_chunks = pool.submit(compiled_and_plain).result()
-    torch.testing.assert_close(compiled, by_chunks)
-    torch.testing.assert_close(fused, by_chunks)
+        compiled, plain, fused_and_compiled, fused = pool.submit(compiled_and_plain).result()
+    for results in (compiled, fused_and_compiled, fused):
+        torch.testing.assert_close(results, plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])

@@ -41,13 +41,12 @@ class KeepGradient(torch.autograd.Function):
         keep, q, k, v, reach = ctx.saved_tensors
         # autocast leaves rotated queries and keys in float32
         is_half_on_gpu = v.device.type == "cuda" and v.dtype.itemsize == 2
-        gradient_of_keep = fused_keep_gradient if is_half_on_gpu else keep_gradient
+        gradient_of_keep = fused_keep_gradient if is_half_on_gpu else _by_chunks
         grad_keep = gradient_of_keep(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
 
 
-@torch.compiler.disable()  # a graph of all chunks would take long to compile
 def keep_gradient(
     grad_out: Float[Tensor, "batch heads queries value_dim"],
     q: Float[Tensor, "batch heads queries head_dim"],
@@ -87,6 +86,27 @@ def keep_gradient(
             grouped_grad[:, :, :, rows], scores.softmax(-1), v[:, :, :num_seen]
         )
     return gradient
+
+
+# One operator in a compiled graph: a graph of all chunks would take long to compile, and after a
+# break of the graph a layer under activation checkpointing would not be compiled at all.
+@torch.library.custom_op(
+    "kvcat::keep_gradient",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? reach, float scale) -> Tensor",
+)
+def _by_chunks(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None, scale: float
+) -> Tensor:
+    """``keep_gradient``."""
+    return keep_gradient(grad_out, q, k, v, reach, scale)
+
+
+@_by_chunks.register_fake
+def _(_grad_out: Tensor, q: Tensor, k: Tensor, *_: Any) -> Tensor:
+    """A tensor of its shape and type."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return k.new_empty(k.shape[0], k.shape[2], dtype=wide)
 
 
 def fused_keep_gradient(
