@@ -84,28 +84,36 @@ def test_the_fused_gradient_of_the_mask_is_that_of_chunks(kind, queries):
                 assert (rounded - exact).norm() < 0.01 * exact.norm()
 
 
-def compiled_and_plain():
-    """Output and gradients of a layer with the fused gradient of the mask, compiled and not."""
+def compiled_and_plain(num_queries):
+    """Output and gradients of a layer, the gradient of the mask by chunks and fused, each compiled
+    as one graph and not."""
 
     def layer(states, keep):
-        q, k, v = states * 2.0, states[:, :2] * 1.5, states[:, 2:].sin()
+        q, k, v = states[:, :, -num_queries:] * 2.0, states[:, :2] * 1.5, states[:, 2:].sin()
         return attend(q, k, v, keep, scale=0.3).cos()
 
     states = normal(2, 4, 24, 8, seed=0)
     keep = (torch.rand(2, 24, generator=torch.Generator().manual_seed(0)) < 0.6).double()
-    plain = with_gradients(layer, [states, keep])
+
+    def in_both_ways():
+        torch.compiler.reset()
+        compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+        return [with_gradients(compiled, [states, keep]), with_gradients(layer, [states, keep])]
+
+    by_chunks = in_both_ways()
     mask_gradient.keep_gradient = mask_gradient.fused_keep_gradient
-    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
-    return [with_gradients(compiled, [states, keep]), with_gradients(layer, [states, keep]), plain]
+    return [*by_chunks, *in_both_ways()]
 
 
 @pytest.mark.slow
-def test_the_fused_gradient_of_the_mask_compiles_within_a_layer():
+@pytest.mark.parametrize("num_queries", [24, 9])
+def test_the_gradient_of_the_mask_is_one_operator_of_a_compiled_layer(num_queries):
     # in a process where no type checks meet the compiler
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        compiled, fused, by_chunks = pool.submit(compiled_and_plain).result()
-    torch.testing.assert_close(compiled, by_chunks)
-    torch.testing.assert_close(fused, by_chunks)
+        results = pool.submit(compiled_and_plain, num_queries).result()
+    compiled, plain, fused_and_compiled, fused = results
+    for other in (compiled, fused_and_compiled, fused):
+        torch.testing.assert_close(other, plain)
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 4}])

@@ -3,13 +3,15 @@
 import copy
 import gc
 import pickle
+import threading
 from dataclasses import replace
+from weakref import WeakKeyDictionary
 
 import pytest
 import torch
 
 import kvcat
-from kvcat.cache import CACHE_NAME
+from kvcat.cache import CACHE_NAME, forward
 from kvcat.errors import InputError
 from tiny import TRANSFORMERS, loud_model, refusal
 
@@ -268,6 +270,29 @@ def test_a_copy_of_a_cache_is_checked_like_the_cache_when_that_one_is_gone(
         expected = stock(torch.cat([DOCUMENT, FIRST], 1), use_cache=False).logits[:, LENGTH:]
     # transformers rotates in float32
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert "more do not fit" in refusal(model, **inputs)
+    del inputs
+    gc.collect()
+    assert not model.base_model._forward_pre_hooks
+
+
+def test_a_cache_is_checked_though_another_thread_drops_the_last_one_meanwhile(
+    model, cache, monkeypatch
+):
+    others = [cache.inputs(model, FIRST)]
+    dropping = threading.Thread(target=others.clear)
+
+    class Interrupted(WeakKeyDictionary):
+        def __contains__(self, module):
+            dropping.start()
+            dropping.join(timeout=0.2)
+            return super().__contains__(module)
+
+    monkeypatch.setattr(forward, "_GUARDED", Interrupted(forward._GUARDED))
+    inputs = cache.inputs(model, FIRST)
+    dropping.join()
+    with torch.no_grad():
+        model(**inputs)
     assert "more do not fit" in refusal(model, **inputs)
     del inputs
     gc.collect()

@@ -39,15 +39,35 @@ class KeepGradient(torch.autograd.Function):
         """The gradient of ``out`` as it arrives, and that of ``keep``."""
         grad_out = grad_outputs[0]
         keep, q, k, v, reach = ctx.saved_tensors
-        # autocast leaves rotated queries and keys in float32
-        can_fuse = v.device.type == "cuda" and v.dtype == torch.bfloat16
-        gradient_of_keep = fused_keep_gradient if can_fuse else keep_gradient
-        grad_keep = gradient_of_keep(grad_out, q, k, v, reach, ctx.scale)
+        grad_keep = _gradient_of_keep(grad_out, q, k, v, reach, ctx.scale)
         no_gradient = [None] * 5  # q, k, v, reach and scale: theirs pass through out
         return grad_out, grad_keep.to(keep.dtype), *no_gradient
 
 
-@torch.compiler.disable()  # a graph of all chunks would take long to compile
+# One operator in a compiled graph: a graph of all chunks would take long to compile, and after a
+# break of the graph a layer under activation checkpointing would not be compiled at all.
+@torch.library.custom_op(
+    "kvcat::gradient_of_keep",
+    mutates_args=(),
+    schema="(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor? reach, float scale) -> Tensor",
+)
+def _gradient_of_keep(
+    grad_out: Tensor, q: Tensor, k: Tensor, v: Tensor, reach: Tensor | None, scale: float
+) -> Tensor:
+    """The gradient of ``KeepGradient`` by ``keep``, in the way that suits the device."""
+    # autocast leaves rotated queries and keys in float32
+    if v.device.type == "cuda" and v.dtype == torch.bfloat16:
+        return fused_keep_gradient(grad_out, q, k, v, reach, scale)
+    return keep_gradient(grad_out, q, k, v, reach, scale)
+
+
+@_gradient_of_keep.register_fake
+def _(_grad_out: Tensor, q: Tensor, k: Tensor, *_: Any) -> Tensor:
+    """A tensor of its shape and type."""
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return k.new_empty(k.shape[0], k.shape[2], dtype=wide)
+
+
 def keep_gradient(
     grad_out: Float[Tensor, "batch heads queries value_dim"],
     q: Float[Tensor, "batch heads queries head_dim"],
@@ -115,7 +135,7 @@ def fused_keep_gradient(
             return attend_biased(q, k, v, log_bias, scale=scale, cpu_kernel=False)
         return attend_extended(q, k, v, log_bias, reach[:, None], causal=False, scale=scale)
 
-    # torch.autograd.grad would not compile here
+    # torch.autograd.grad records nothing within an operator
     gradient_of_bias = torch.func.vjp(dense_attention, no_bias)[1]
     (grad_bias,) = gradient_of_bias(grad_out.to(v.dtype))
     return grad_bias.sum(1)

@@ -1,6 +1,7 @@
 """A model's forward after a compact cache: the cache's argument, and checks before a forward."""
 
 import inspect
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -83,14 +84,15 @@ def guard(model: PreTrainedModel, past: PrefixCache) -> None:
     Forwards with other caches or without a cache do not change.
     """
     module = model.base_model
-    if _before not in module._forward_pre_hooks.values():
-        before = module.register_forward_pre_hook(_before, with_kwargs=True)
-        after = module.register_forward_hook(_after, with_kwargs=True, always_call=True)
-        _GUARDED[module] = _Guarded([before, after])
-    if module in _GUARDED:
-        _GUARDED[module].num_caches += 1
-        past.use = _Use()
-        finalize(past.use, _release, ref(module))
+    with _GUARDING:
+        if _before not in module._forward_pre_hooks.values():
+            before = module.register_forward_pre_hook(_before, with_kwargs=True)
+            after = module.register_forward_hook(_after, with_kwargs=True, always_call=True)
+            _GUARDED[module] = _Guarded([before, after])
+        if module in _GUARDED:
+            _GUARDED[module].num_caches += 1
+            past.use = _Use()
+            finalize(past.use, _release, ref(module))
 
 
 class _Use:
@@ -121,6 +123,8 @@ class _Guarded:
 
 
 _GUARDED: WeakKeyDictionary[nn.Module, _Guarded] = WeakKeyDictionary()
+# between threads that make and drop caches; reentrant, because a cache can be dropped at any time
+_GUARDING = threading.RLock()
 
 
 def _release(module: "ref[nn.Module]") -> None:
@@ -128,12 +132,13 @@ def _release(module: "ref[nn.Module]") -> None:
     guarded_module = module()
     if guarded_module is None:
         return
-    guarded = _GUARDED[guarded_module]
-    guarded.num_caches -= 1
-    if guarded.num_caches == 0:
-        for handle in guarded.handles:
-            handle.remove()
-        del _GUARDED[guarded_module]
+    with _GUARDING:
+        guarded = _GUARDED[guarded_module]
+        guarded.num_caches -= 1
+        if guarded.num_caches == 0:
+            for handle in guarded.handles:
+                handle.remove()
+            del _GUARDED[guarded_module]
 
 
 def _before(
