@@ -68,7 +68,7 @@ class PrefixCache(Cache):
         """
         return False
 
-    def reorder_cache(self, beam_idx: Int[Tensor, " rows"]) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Put the rows in the order of the surviving beams."""
         super().reorder_cache(beam_idx)
         self._select_tokens(beam_idx)
