@@ -197,6 +197,11 @@ def test_what_cannot_be_packed_is_rejected():
     huge = random_states(1, 1, 4, 8) * 1e6
     layers = [CompactLayer(huge, huge)]
     assert "16 bits" in refusal(CompactCache(layers, PREFIX, "ab" * 32).quantize, 8)
+    states = random_states(1, 1, 4, 8)
+    for log_bias in (70_000.0, -70_000.0):
+        layers = [CompactLayer(states, states, torch.full((1, 1, 4), log_bias))]
+        message = refusal(CompactCache(layers, PREFIX, "ab" * 32).quantize, 8)
+        assert "a log-bias of up to 7e+04 does not fit in 16 bits" in message
 
 
 @pytest.mark.parametrize(

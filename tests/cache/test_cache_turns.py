@@ -108,6 +108,33 @@ def test_a_forward_that_repeats_what_the_cache_holds_is_rejected(model, cache):
         assert "the cache holds 25 tokens, and 5 more do not fit" in refusal(model, **inputs)
 
 
+def test_a_forward_that_repeats_the_beams_of_a_cache_is_rejected(model, cache):
+    inputs = cache.inputs(model, FIRST)
+    past = inputs[CACHE_NAME]
+    model.generate(max_new_tokens=6, num_beams=4, do_sample=False, **inputs)
+    num_held = past.get_seq_length() - LENGTH
+    beams = past.tokens[:, :num_held]
+    # the tokens are those whose keys the cache holds
+    again = cache.inputs(model, beams)
+    with torch.no_grad():
+        model(**again)
+        for layer, wanted in zip(past.layers, again[CACHE_NAME].layers, strict=True):
+            torch.testing.assert_close(layer.keys[:, :, -num_held:], wanted.keys[:, :, -num_held:])
+        longer = torch.cat([beams, SECOND.expand(4, -1)], 1)
+        message = refusal(model, longer, **{CACHE_NAME: past})
+    assert f"new tokens begin with the {num_held}" in message
+
+
+def test_the_tokens_of_a_cache_follow_its_rows(model, cache):
+    past = cache.inputs(model, FIRST)[CACHE_NAME]
+    ids = torch.stack([FIRST[0], FIRST[0] + 1])
+    with torch.no_grad():
+        model(ids, **{CACHE_NAME: past})
+    past.batch_repeat_interleave(2)
+    past.batch_select_indices(torch.tensor([3, 0]))
+    assert torch.equal(past.tokens, ids[[1, 0]])
+
+
 def test_a_question_that_begins_with_the_document_is_rejected(model, cache):
     assert "begin with the document" in refusal(
         cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1)

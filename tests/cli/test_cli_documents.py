@@ -420,5 +420,5 @@ def test_a_command_never_replaces_the_file_that_it_reads(tiny_folder, tmp_path, 
     document = tmp_path / "doc.txt"
     document.write_text("the cat sees a red house")
     argv = ["compress", tiny_folder, "--text", document, "-o", document, "--overwrite"]
-    assert "is the input file" in mistake(*argv)
+    assert "is an input file" in mistake(*argv)
     assert document.read_text() == "the cat sees a red house"

@@ -254,3 +254,43 @@ def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder
     )
     written = json.loads((tmp_path / "run" / "config.json").read_text())
     assert written == json.loads(json.dumps(vars(expected)))
+
+
+def test_a_file_that_a_command_reads_is_not_its_output(mistake, tmp_path):
+    document = tmp_path / "t.txt"
+    document.write_text("A text to protect.\n")
+    passage = tmp_path / "passage.txt"
+    passage.write_text("text")
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"text": "A text."}\n')
+    model = tmp_path / "model.gguf"
+    model.write_bytes(b"GGUF")
+    cache = tmp_path / "a.safetensors"
+    cache.write_bytes(b"cache")
+    compress = ["compress", model, "--text", document]
+    budgets = ["budgets", "kvcat-base", "--corpus"]
+    for output, *argv in (
+        (document, *compress),
+        (passage, *compress, "--protect-text", passage),
+        (model, *compress),
+        (corpus, *budgets, corpus),
+        (model, "budgets", model, "--corpus", corpus),
+        (model, "widen", model),
+        (cache, "pack", model, "--cache", cache),
+        (model, "pack", model, "--cache", cache),
+    ):
+        content = output.read_bytes()
+        assert f"{output} is an input file" in mistake(*argv, "-o", output, "--overwrite")
+        assert output.read_bytes() == content
+
+
+def test_columns_of_a_corpus_of_text_files_are_rejected(mistake, tmp_path):
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "a.txt").write_text("A text.\n")
+    argv = ["compress", "kvcat-base", "--corpus", folder, "-o", tmp_path / "store"]
+    for option in ("--text-column", "--id-column"):
+        assert "text files alone, which have no columns" in mistake(*argv, option, "body")
+    argv = ["budgets", "kvcat-base", "--corpus", folder, "-o", tmp_path / "b.json"]
+    assert "text files alone, which have no columns" in mistake(*argv, "--text-column", "body")
+    assert not (tmp_path / "store").exists()

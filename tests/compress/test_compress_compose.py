@@ -226,6 +226,36 @@ def test_a_grown_whole_document_composes_as_one_text_whatever_it_protects(
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("make", ["dense", "session"])
+def test_a_composed_whole_document_with_a_protected_passage_composes_again_as_one_without(
+    double, make
+):
+    short, passage = tokens(4, 4, rows=1), kvcat.trace(double, B[:1], supervision="self")
+    opening = whole(double, short)
+    if make == "session":
+        session = kvcat.Session(double, byte_tokenizer(), budget=30, tail=6)
+        session.append(short[0])
+        opening = session.cache
+    method = kvcat.AttentionMatching()
+    first = whole(double, A[:1])
+    logits = []
+    for options in ({}, {"protect": [(15, 19)]}):
+        later = method(passage, keep_ratio=1.0, **options)
+        composed = kvcat.compose(double, [opening, later], seam_tokens=1)
+        assert composed.mean_slots == composed.num_tokens
+        again = kvcat.compose(double, [first, composed], seam_tokens=8)
+        assert again.mean_slots == again.num_tokens
+        logits.append(kvcat.replay(double, again, QUESTION[:1]))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
+
+
+def test_a_whole_document_whose_slots_are_in_an_unknown_order_gets_no_seam(double):
+    composed = whole(double, A[:1])
+    earlier = {**composed.metadata, "documents": "4 16", "protected_later": "10:12"}
+    caches = [composed, replace(composed, metadata=earlier)]
+    assert "does not record which tokens" in refusal(kvcat.compose, double, caches)
+
+
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     ascending = [[torch.tensor([0, 1, 5])]]
     protected_first = [[torch.tensor([5, 0, 1])]]

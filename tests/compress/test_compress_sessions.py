@@ -461,6 +461,28 @@ def test_arguments_that_cannot_be_right_are_rejected(make):
     assert "recurrent state have no sessions" in message
 
 
+def test_a_model_that_changes_during_a_session_is_rejected_until_it_is_as_before(tokenizer):
+    changing = loud_model(vocab_size=len(tokenizer), max_position_embeddings=256)
+    session = Session(changing, tokenizer, budget=40, tail=8)
+    session.append(TOKENS[:20])
+    expected = session.next_logits
+    weight = changing.model.layers[0].self_attn.v_proj.weight
+    with torch.no_grad():
+        weight.mul_(2)
+    for call, *arguments in (
+        (session.append, TOKENS[20:22]),
+        (session.score, TOKENS[20:22]),
+        (session.generate,),
+        (session.compact,),
+        (getattr, session, "next_logits"),
+    ):
+        assert "the model has changed" in refusal(call, *arguments)
+    with torch.no_grad():
+        weight.div_(2)
+    assert session.num_tokens == 20
+    assert torch.equal(session.next_logits, expected)
+
+
 def test_the_cache_of_a_session_answers_like_the_session(model, make, tmp_path):
     session = make(num_kept=8)
     session.append(TOKENS[:70])

@@ -16,6 +16,7 @@ from corpora import contents, text_of, write_rows
 
 import kvcat
 from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
+from kvcat.compress.calibration import calibrate_on, load_budgets
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
 from kvcat.corpus.manifest import cache_file
@@ -191,6 +192,31 @@ def test_a_store_of_other_settings_is_rejected_by_name(corpus, compress, tmp_pat
         pass
     message = refusal(compress, corpus, tmp_path / "store", CorpusSettings(**options))
     assert f"was made with {name}" in message
+
+
+def test_budgets_that_change_during_a_run_end_it_before_their_caches_are_stored(
+    loaded, corpus, compress, tmp_path, monkeypatch
+):
+    model, tokenizer = loaded
+    ids = tokenizer(text_of(3), return_tensors="pt").input_ids
+    file = tmp_path / "budgets.json"
+    calibrate_on(model, [ids[:, :20]]).save(file)
+    settings = CorpusSettings(method=f"attention-matching,budgets={file}", keep_ratio=0.3)
+    assert settings.record()["budgets"] == load_budgets(file).digest[:16]
+    save_cache = LocalStorage.save_cache
+
+    def save_and_replace_the_budgets(self, *arguments):
+        save_cache(self, *arguments)
+        calibrate_on(model, [ids[:, 5:25]]).save(file)
+
+    monkeypatch.setattr(LocalStorage, "save_cache", save_and_replace_the_budgets)
+    assert "changed during the run" in refusal(compress, corpus, tmp_path / "store", settings)
+    store = Store(tmp_path / "store")
+    digests = {store[id].metadata["budgets"].split()[1] for id in store}
+    assert digests == {settings.budgets[:12]}
+    assert not any(row.error for row in store.rows)  # the others are made by the next run
+    message = refusal(compress, corpus, tmp_path / "store", settings)
+    assert "changed during the run" in message
 
 
 def test_a_store_of_another_model_and_a_folder_of_other_files_are_rejected(

@@ -101,6 +101,30 @@ def test_a_folder_is_not_continued_with_other_budgets_in_a_file_of_the_same_name
     assert budgets.digest[:16] in message
 
 
+def test_budgets_that_change_during_a_run_end_it_before_they_are_recorded(
+    windows, tmp_path, monkeypatch
+):
+    models = {"base": (tiny(0), None)}
+    errors = (((4.0, 1.0), (3.0, 2.0)), ((1.0, 0.0), (1.0, 0.0)))
+    weights = fingerprint(models["base"][0])
+    budgets = CalibratedBudgets("tiny", weights, 1, PREFIX, (1, PREFIX), errors)
+    budgets.save(tmp_path / "b.json")
+    prepare = SuffixTask.prepare
+    calls = []
+
+    def prepare_and_replace_the_budgets(self, *arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            replace(budgets, errors=errors[::-1]).save(tmp_path / "b.json")
+        return prepare(self, *arguments)
+
+    monkeypatch.setattr(SuffixTask, "prepare", prepare_and_replace_the_budgets)
+    methods = [Method("attention-matching", {"budgets": str(tmp_path / "b.json")})]
+    message = refusal(run, models, windows, tmp_path / "out", methods, [0.5])
+    assert "budgets of attention-matching changed during the run" in message
+    assert len(read_records(tmp_path / "out")) == 3
+
+
 @pytest.mark.parametrize("kept", [0.0, "step 0"])
 def test_a_killed_run_continues_to_the_same_records(
     finished, models, windows, tmp_path, kept, monkeypatch

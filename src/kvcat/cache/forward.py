@@ -69,6 +69,26 @@ class PrefixCache(Cache):
         """
         return False
 
+    def reorder_cache(self, beam_idx: Any) -> None:
+        """Put the rows in the order of the surviving beams."""
+        super().reorder_cache(beam_idx)
+        self._select_tokens(beam_idx)
+
+    def batch_select_indices(self, indices: Int[Tensor, " rows"]) -> None:
+        """Keep the given rows."""
+        super().batch_select_indices(indices)
+        self._select_tokens(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        super().batch_repeat_interleave(repeats)
+        if self.tokens is not None:
+            self.tokens = self.tokens.repeat_interleave(repeats, dim=0)
+
+    def _select_tokens(self, rows: Int[Tensor, " rows"]) -> None:
+        if self.tokens is not None:
+            self.tokens = self.tokens[rows.to(self.tokens.device)]
+
     def reset(self) -> None:
         """Drop the tokens after the prefix."""
         super().reset()

@@ -83,7 +83,7 @@ class QuantizedLayer(Slots):
         counts = [[len(head.key_codes) + 1 for head in example] for example in heads]
         bias = None
         if log_bias is not None:
-            bias = torch.cat([head for example in log_bias for head in example]).to(HALF)
+            bias = _bias_as_half(torch.cat([head for example in log_bias for head in example]))
         return QuantizedLayer(
             counts=torch.tensor(counts, dtype=torch.int32),
             first_keys=_as_half(torch.stack([head.first_key for head in flat])),
@@ -297,6 +297,17 @@ def _as_half(states: Tensor) -> Tensor:
         raise InputError(
             f"keys or values up to {states.abs().max():.3g} do not fit in 16 bits: "
             "leave out the bits"
+        )
+    return half
+
+
+def _bias_as_half(log_bias: Float[Tensor, " total_slots"]) -> Float[Tensor, " total_slots"]:
+    """A log-bias in half precision, where -inf stays: it hides a slot."""
+    half = log_bias.to(HALF)
+    if (half.isinf() & (log_bias > -torch.inf)).any():
+        raise InputError(
+            f"a log-bias of up to {log_bias[log_bias > -torch.inf].abs().max():.3g} does not fit "
+            "in 16 bits: leave out the bits"
         )
     return half
 

@@ -104,8 +104,7 @@ def pack(
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
     files = check_caches(cache, seam_tokens=seam_tokens)
-    for file in files:
-        opt.check_output(output, overwrite=overwrite, source=file)
+    opt.check_output(output, overwrite=overwrite, sources=[*files, model])
     early.check_device(device)
     early.check_model(model)
 
@@ -156,7 +155,7 @@ def widen(
     if gguf_type is not None and not is_gguf:
         raise InputError(f"--gguf-type is for a .gguf file, and {output} is a folder: give --dtype")
     if is_gguf:
-        opt.check_output(output, overwrite=overwrite)
+        opt.check_output(output, overwrite=overwrite, sources=[model])
     else:
         check_new_folder(output)
     early.check_model(model)

@@ -197,7 +197,7 @@ def _compress_text(
     if protect == "system" and not chat:
         raise InputError("--protect system needs --chat: only a chat template has a system turn")
     has_protection = protect is not None or bool(passages)
-    opt.check_output(output, overwrite=overwrite, source=text)
+    opt.check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
     early.check_method(method)
     name, options = parse_spec(method)
     if bits != "auto" and "bits" in options:
@@ -224,9 +224,11 @@ def _compress_text(
         seeded_compressor,
         slots_and_bits,
     )
+    from kvcat.compress.calibration import budget_files
     from kvcat.compress.documents import check_length, sequence_trace
     from kvcat.models import load_tokenizer, read_config
 
+    opt.check_output(output, overwrite=overwrite, sources=budget_files(method))
     compressor = seeded_compressor(name, options, seed)
     config = read_config(model)
     tokenizer = load_tokenizer(model)

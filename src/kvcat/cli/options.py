@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -152,20 +152,21 @@ def _split_label(item: str) -> tuple[str, str]:
     return Path(item).name or item, item
 
 
-def check_output(file: Path, *, overwrite: bool, source: Path | None = None) -> None:
+def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | None] = ()) -> None:
     """Reject an output file that cannot be written, before any work.
 
     Args:
         file: file to write.
         overwrite: the file may exist.
-        source: file that the command reads and must not replace.
+        sources: what the command reads; files among them must not be replaced.
     """
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:
         raise InputError(f"{file} exists; --overwrite replaces it")
-    if source is not None and file.exists() and source.exists() and file.samefile(source):
-        raise InputError(f"{file} is the input file: name another output file")
+    read = [Path(source).expanduser() for source in sources if source is not None]
+    if file.exists() and any(path.is_file() and file.samefile(path) for path in read):
+        raise InputError(f"{file} is an input file: name another output file")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 

@@ -82,7 +82,7 @@ def compose(
     composed = caches[0].unpacked()
     for cache, num_seam, slots in zip(caches[1:], num_seams[1:], later[1:], strict=True):
         start = composed.num_tokens
-        layers = [[layer] for layer in map(_heads_of, composed.ordinary_layers())]
+        layers = [[layer] for layer in _heads_of_layers(composed)]
         if num_seam:
             ids = parse_first_ids(cache.metadata[FIRST_IDS])[:, :num_seam]
             seam, _ = _encoded(model, composed, ids)
@@ -121,7 +121,7 @@ def append(
     num_tokens = cache.num_tokens + input_ids.shape[1]
     _check_positions(model, num_tokens)
     added, states = _encoded(model, cache, input_ids)
-    pairs = zip(map(_heads_of, cache.ordinary_layers()), added, strict=True)
+    pairs = zip(_heads_of_layers(cache), added, strict=True)
     layers = [_joined([held, new]) for held, new in pairs]
     longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
     metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
@@ -159,15 +159,45 @@ _Heads = list[list[_Head]]
 """The heads of one layer, per example and KV head."""
 
 
-def _heads_of(layer: Layer) -> _Heads:
+def _heads_of_layers(cache: CompactCache) -> list[_Heads]:
+    """The heads of every layer of a cache, with the positions of their slots where these follow
+    from it.
+    """
+    positions_of_whole = _positions_of_whole(cache)
+    return [_heads_of(layer, positions_of_whole) for layer in cache.ordinary_layers()]
+
+
+def _positions_of_whole(cache: CompactCache) -> Int[Tensor, " slots"] | None:
+    """The position of each slot of a head in a cache that has a slot for every token; else None."""
+    metadata = cache.metadata
+    # an earlier version composed such caches: protected slots are anywhere in a later document
+    is_in_unknown_order = "documents" in metadata and "protected_later" in metadata
+    if cache.mean_slots != cache.num_tokens or is_in_unknown_order:
+        return None
+    return slot_positions(parsed_ranges(metadata.get("protected", "")), cache.num_tokens)
+
+
+def _heads_of(layer: Layer, positions_of_whole: Int[Tensor, " slots"] | None = None) -> _Heads:
+    """The heads of a layer.
+
+    Args:
+        layer: of a cache.
+        positions_of_whole: positions of the slots of every head of a layer that does not record
+            them; None: they are not known.
+    """
     positions = positions_by_head(layer)
     num_examples, num_heads = layer.counts.shape
     heads: _Heads = []
     for example in range(num_examples):
         of_example = []
         for head in range(num_heads):
-            known = None if positions is None else positions[example][head]
-            of_example.append(_Head(*layer.head(example, head), known))
+            keys, values, log_bias = layer.head(example, head)
+            known = None
+            if positions is not None:
+                known = positions[example][head]
+            elif positions_of_whole is not None:
+                known = positions_of_whole.to(keys.device)
+            of_example.append(_Head(keys, values, log_bias, known))
         heads.append(of_example)
     return heads
 
@@ -211,14 +241,10 @@ def _slots_behind(
     Raises:
         InputError: it does not record them, and ``required`` says that it must.
     """
-    layers = [_heads_of(layer) for layer in cache.ordinary_layers()]
+    layers = _heads_of_layers(cache)
     heads = [head for layer in layers for row in layer for head in row]
     if all(head.positions is not None for head in heads):
         return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
-    if cache.mean_slots == cache.num_tokens:
-        protected = parsed_ranges(cache.metadata.get("protected", ""))
-        is_behind = slot_positions(protected, cache.num_tokens) >= num_tokens
-        return [[[head.kept(is_behind) for head in row] for row in layer] for layer in layers]
     if FIRST_SLOTS in cache.metadata:
         counts_of_layers = [layer.counts for layer in cache.layers]
         counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, counts_of_layers)

@@ -105,12 +105,14 @@ class CorpusCompressor:
         without it.
 
         Raises:
-            InputError, OSError: a cache cannot be saved.
+            InputError, OSError: a cache cannot be saved, or the method's file of budgets has
+                changed.
         """
         start = time.monotonic()
         usable = [encoded for encoded in batch if encoded.sequence is not None]
         if not usable:
             return [self._failed(encoded, encoded.problem or "") for encoded in batch]
+        self.settings.check_budgets()
         try:
             caches = list(self._caches(usable))
         except (InputError, torch.OutOfMemoryError) as error:
@@ -118,6 +120,7 @@ class CorpusCompressor:
                 missing = [encoded for encoded in usable if not encoded.is_made]
                 return [row for encoded in missing for row in self([encoded])]
             return [self._failed(encoded, _reason(error)) for encoded in usable]
+        self.settings.check_budgets()  # it may have changed while the method read it
         missing = []
         for encoded, (cache, kl) in zip(usable, caches, strict=True):
             if not encoded.is_made:

@@ -1,7 +1,7 @@
 """The settings with which every cache of a store is made."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, get_args
 
 from transformers import PreTrainedTokenizerBase
@@ -31,6 +31,8 @@ class CorpusSettings:
         room: tokens of question and answer, for rotary factors that depend on the length.
         seed: of randomised methods.
         check: measure each document's KL on held-out positions (``CorpusCompressor``).
+        budgets: digest of the method's files of budgets when the settings were made, with which all
+            caches are made; empty without such a file.
 
     Raises:
         InputError: a value that is not valid.
@@ -46,6 +48,7 @@ class CorpusSettings:
     room: int | None = None
     seed: int = 0
     check: bool = False
+    budgets: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
         if self.keep_ratio is not None and self.num_slots is not None:
@@ -69,6 +72,7 @@ class CorpusSettings:
                 "predict"
             )
         self.compressor()
+        object.__setattr__(self, "budgets", budget_digests(self.method))
 
     def compressor(self) -> Compressor:
         """The method with its options, bits and seed.
@@ -96,16 +100,20 @@ class CorpusSettings:
             load_budgets(file).check_fingerprint(fingerprint, model)
 
     def record(self) -> dict[str, Any]:
-        """The settings as JSON values by name.
-
-        With a file of budgets they hold the file's digest: caches of one store are made with one
-        content.
-        """
+        """The settings as JSON values by name; with a file of budgets they hold its digest."""
         values = asdict(self)
-        budgets = budget_digests(self.method)
-        if budgets:
-            values["budgets"] = budgets
+        if not self.budgets:
+            del values["budgets"]
         return values
+
+    def check_budgets(self) -> None:
+        """Raise an ``InputError`` if a file of budgets is no longer what it was."""
+        if budget_digests(self.method) != self.budgets:
+            files = ", ".join(budget_files(self.method))
+            raise InputError(
+                f"the budgets in {files} changed during the run: caches of one store are made with "
+                "one content; put the earlier file back, or choose another store"
+            )
 
 
 def check_same(address: str, recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:

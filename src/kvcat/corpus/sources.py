@@ -126,8 +126,8 @@ def corpus_files(
         store: address of the store that will hold the caches, which must not be in the folder.
 
     Raises:
-        InputError: no such source, a file of another kind, or no connection to the Hub (within
-            seconds).
+        InputError: no such source, a file of another kind, columns of text files, or no connection
+            to the Hub (within seconds).
     """
     if not source.strip():
         raise InputError("the name of the corpus is empty: name a folder, a file or hub:NAME")
@@ -143,6 +143,13 @@ def corpus_files(
         raise InputError(
             f"{source} is no corpus: rows are in .jsonl or .parquet files, one document each in "
             f"text files ({', '.join(SUFFIXES['text'])})"
+        )
+    columns = (text_column, id_column)
+    has_table = any(file.kind != "text" for file in files)
+    if files and not has_table and columns != (DEFAULT_TEXT_COLUMN, DEFAULT_ID_COLUMN):
+        raise InputError(
+            f"{source} holds text files alone, which have no columns: leave out the columns "
+            f"{text_column!r} and {id_column!r}"
         )
     return [replace(file, text_field=text_column, id_field=id_column) for file in files]
 

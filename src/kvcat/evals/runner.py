@@ -48,6 +48,15 @@ class _Job:
     num_examples: int  # only the first examples are scored
     seed: int | None = None
     compressor: Compressor | None = None  # None: this is a baseline
+    budgets: str = ""  # content of the method's files of budgets when the run began
+
+    def check_budgets(self) -> None:
+        """Raise an ``InputError`` if a file of budgets is no longer what it was."""
+        if _budgets_of_options(self.options) != self.budgets:
+            raise InputError(
+                f"the file of budgets of {self.name} changed during the run: results of one folder "
+                "are made with one content; put the earlier file back, or choose another folder"
+            )
 
     @property
     def last_step(self) -> Step:
@@ -192,6 +201,7 @@ class _Run:
                 prepared = self.task.prepare(self.model, self.tokenizer, examples)
             all_scores = self._scores(job, missing, prepared)
             for keep_ratio, scores in zip(missing, all_scores, strict=True):
+                job.check_budgets()
                 self.folder.append(self._records(job, keep_ratio, examples, scores))
                 place = f"{self.label}: {job.name} keep {keep_ratio:g}"
                 self.bar.set_postfix_str(place, refresh=False)
@@ -334,11 +344,16 @@ def _budgets(methods: Sequence[Method]) -> dict[str, dict[str, str]]:
     """The content of the methods' files of budgets, by label; empty without such files."""
     digests = {}
     for method in methods:
-        options = [f"{name}={value}" for name, value in method.options.items()]
-        of_method = [digest for digest in map(budget_digests, options) if digest]
+        of_method = _budgets_of_options(method.options)
         if of_method:
-            digests[method.label] = ", ".join(of_method)
+            digests[method.label] = of_method
     return {"budgets": digests} if digests else {}
+
+
+def _budgets_of_options(options: Mapping[str, Any]) -> str:
+    """The content of the files of budgets in a method's options; empty without such files."""
+    texts = [f"{name}={value}" for name, value in options.items()]
+    return ", ".join(digest for digest in map(budget_digests, texts) if digest)
 
 
 def _complete(method: str | Method, keep_ratios: Sequence[float], task: Task) -> Method:
@@ -381,6 +396,7 @@ def _job(method: Method, seed: int | None) -> _Job:
         num_examples=method.num_examples or 0,
         seed=seed,
         compressor=seeded_compressor(method.name, method.options, seed or 0),
+        budgets=_budgets_of_options(method.options),
     )
 
 

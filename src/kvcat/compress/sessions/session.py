@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache
+from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.protection import clipped, joined_ranges, protecting
@@ -39,6 +39,8 @@ class Session:
     model.
 
     Sessions of one process are independent of each other; use a model from one thread at a time.
+    The model stays as it is: a call after a change of its weights, adapters or settings is
+    rejected, because what the session holds is of the model before.
 
     Args:
         model, tokenizer: of the conversation.
@@ -139,6 +141,7 @@ class Session:
             InputError: no token was appended.
         """
         self._check_tokens_exist()
+        self._check_model()
         hidden: Any = self._state.hidden
         with torch.no_grad():
             return logits_from_hidden(self.model, hidden[0, -1])
@@ -176,6 +179,7 @@ class Session:
             InputError: no token, or more than the model has positions.
         """
         ids = self._encoded(tokens)
+        self._check_model()
         self._check_positions(len(ids))
         _, hidden = self._state.run(self.model, ids)
         with torch.no_grad():
@@ -232,6 +236,7 @@ class Session:
     ) -> Int[Tensor, " new"]:
         """The token ids of an answer, which is appended."""
         self._check_tokens_exist()
+        self._check_model()
         self._check_positions(1)
         most = min(max_new_tokens, positions_of(self.model.config) - self.num_tokens)
         if streamer is not None:
@@ -305,6 +310,7 @@ class Session:
             raise InputError(
                 f"the {self._state.num_exact} exact tokens are the tail: nothing to compress"
             )
+        self._check_model()
         slots = self.budget - self.tail - self.room if num_slots is None else num_slots
         check_least(1, num_slots=slots)
         self._state = self._compacted(self._state, slots)
@@ -397,6 +403,7 @@ class Session:
 
     def _append(self, ids: Int[Tensor, " new"]) -> None:
         """Append tokens piece by piece."""
+        self._check_model()
         self._check_positions(len(ids))
         state = self._state
         for piece in ids.split(self.piece):
@@ -433,6 +440,15 @@ class Session:
     def _check_tokens_exist(self) -> None:
         if not self.num_tokens:
             raise InputError("the session holds no token: append a text first")
+
+    def _check_model(self) -> None:
+        """Raise an ``InputError`` if the model is not the one that the session began with."""
+        known = fingerprint(self.model)
+        if known != self._fingerprint:
+            raise InputError(
+                "the model has changed (weights, adapters or settings) since the session began: "
+                f"its fingerprint is {known[:12]}, the session's {self._fingerprint[:12]}"
+            )
 
     def _check_positions(self, num_new: int) -> None:
         positions = positions_of(self.model.config)
