@@ -240,7 +240,7 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
     records = named.records(options.out)
     known = {(record["document"], record["condition"], record["keep"]) for record in records}
     texts = books(options.data)
-    model = named.load()
+    model = named.load_for(options.out)
     sets = [
         DocumentSet(named.tokenizer, texts, size, options.length, options.seed, index)
         for index in range(options.sets)

@@ -225,7 +225,7 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet, and print its tables."""
     records = named.records(options.out)
     known = {(record["document"], record["condition"], record["turns"]) for record in records}
-    model = named.load()
+    model = named.load_for(options.out)
     for index in tqdm(range(options.conversations), named.label):
         talk = Talk(named.tokenizer, options.seed, index, max(options.turns), options.sentences)
         for made in records_of(talk, model, options, known):

@@ -235,7 +235,7 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
         (record["document"], record["condition"], record["keep"]): record["answer"]
         for record in records
     }
-    model = named.load()
+    model = named.load_for(options.out)
     for instruction in tqdm(instructions(), named.label):
         for made in answers_to(instruction, model, named.tokenizer, options, known):
             record = {"model": named.label, **made}

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 import kvcat
+from kvcat.cache import fingerprint
 from kvcat.errors import InputError
-from kvcat.files import read_jsonl
+from kvcat.files import read_json, read_jsonl, write_json
 from kvcat.models import load_tokenizer
 
 
@@ -51,6 +52,23 @@ class NamedModel:
     def load(self, device: str = "cpu") -> Any:
         """The model; its tokenizer is ``tokenizer``."""
         return kvcat.load(self.path, device=device)[0]
+
+    def load_for(self, file: Path) -> Any:
+        """The model, to add records to a file; ``FILE.models.json`` identifies its models by label.
+
+        Raises:
+            InputError: the file has another model's records under this label.
+        """
+        model = self.load()
+        listed = file.with_name(f"{file.name}.models.json")
+        fingerprints = read_json(listed) if listed.exists() else {}
+        if fingerprints.setdefault(self.label, fingerprint(model)) != fingerprint(model):
+            raise InputError(
+                f"{file} has records of another model called {self.label!r}: choose another label "
+                "or another --out"
+            )
+        write_json(listed, fingerprints)
+        return model
 
 
 def add_model_option(parser: ArgumentParser) -> None:

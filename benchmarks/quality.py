@@ -42,6 +42,7 @@ from kvcat.losses import score_positions
 from kvcat.models import output_head
 
 SUFFIX = 256
+RECORDS = "records.jsonl"
 METHODS = (
     "attention-matching",
     "attention-matching,preset=paper",
@@ -139,7 +140,7 @@ def run(
         if not todo:
             continue
         if model is None:
-            model = named.load()
+            model = named.load_for(options.out / RECORDS)
         tokens = window.tokens(encode, options.prefix + SUFFIX)
         traces = Traces(model, named.tokenizer, tokens, options.prefix)
         for spec, way, keeps in todo:
@@ -322,7 +323,7 @@ def main() -> None:
         method_of(method, options.peer)  # an unknown method is rejected before a model is loaded
     models = parse_models(options.model)
     windows = stored(options.out, options, SUFFIX, [encoder(model.tokenizer) for model in models])
-    done = options.out / "records.jsonl"
+    done = options.out / RECORDS
     records = read_jsonl(done) if done.exists() else []
     known = {
         (record["model"], record["window"], record["method"], record["way"], record["keep"])

@@ -206,7 +206,7 @@ def measure(
     known |= {(r["document"], r["method"], r["bits"], r["keep"]) for r in of_questions}
     tokenizer = named.tokenizer
     encode = encoder(tokenizer)
-    model = named.load()
+    model = named.load_for(files[0])
 
     def add(file: Path, records: list, place: dict[str, Any], figures: dict[str, Any]) -> None:
         record = {"model": named.label, **place, **figures}

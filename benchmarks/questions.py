@@ -287,7 +287,7 @@ def ask(named: NamedModel, options: argparse.Namespace) -> None:
     # records of older versions name no model; they are of this one
     records = [r for r in everything if r.get("model", "smollm2-135m") == named.label]
     known = {(r["document"], r["condition"], r["keep"]) for r in records}
-    model = named.load()
+    model = named.load_for(options.out)
     tokenizer = named.tokenizer
     documents = documents_of(model, tokenizer, options.lengths, options.documents, options.seed)
     for document in tqdm(documents, named.label):

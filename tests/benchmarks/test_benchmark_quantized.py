@@ -7,6 +7,7 @@ from quantized import losses, plot, shares_right
 
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl
+from tiny import refusal, write_tiny_model
 
 
 def window(method, way, document, first, second, bits="4", fewer=10.0):
@@ -62,3 +63,14 @@ def test_records_of_an_older_version_that_name_no_model_are_rejected(tmp_path):
     append_jsonl(file, {"window": 0})
     with pytest.raises(InputError, match="records that name no model: choose another --out"):
         NamedModel("a", "nowhere").records(file)
+
+
+def test_records_of_another_model_under_the_same_label_are_not_continued(tmp_path):
+    folders = [write_tiny_model(tmp_path / str(seed), seed=seed) for seed in (0, 1)]
+    first, other = (NamedModel("tiny", str(folder)) for folder in folders)
+    file = tmp_path / "records.jsonl"
+    for _ in range(2):
+        first.load_for(file)
+    assert "records of another model called 'tiny'" in refusal(other.load_for, file)
+    NamedModel("second", other.path).load_for(file)
+    first.load_for(file)
