@@ -100,6 +100,12 @@ def test_what_cannot_be_widened_is_rejected_by_name():
         ("llama", rope("dynamic", factor=4.0), 12, "'dynamic' depend on the length of the text"),
         ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),
         ("llama", {}, 11, "head_dim must be even"),
+        (
+            "llama",
+            {},
+            10**8,
+            "a head_dim of 100000000 is too large: above 77 the rotary base 10000",
+        ),
     ):
         with pytest.raises(InputError, match=message):
             widen(make_model(kind, options), head_dim)

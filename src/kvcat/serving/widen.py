@@ -13,6 +13,7 @@ with their frequencies, and (w - d)/2 new ones of frequency 0. Keys therefore ha
 after each half of the old ones. Values have them after all old ones.
 """
 
+import math
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -244,7 +245,14 @@ def _rope_parameters(
 
     A factor divides the frequency that a head of ``wide`` channels has without it.
     """
-    theta = config.rope_parameters["rope_theta"] ** (wide / narrow)
+    narrow_theta = config.rope_parameters["rope_theta"]
+    largest = math.log(torch.finfo(torch.float32).max, narrow_theta) * narrow
+    if wide > largest:
+        raise InputError(
+            f"a head_dim of {wide} is too large: above {math.floor(largest)} the rotary base "
+            f"{narrow_theta:g} ** ({wide} / {narrow}) is beyond float32"
+        )
+    theta = narrow_theta ** (wide / narrow)
     pairs = torch.arange(0, narrow, 2, dtype=torch.float64)
     unscaled = theta ** -(pairs / wide)
     factors = (unscaled / rotary.inv_freq.double().cpu()).tolist()
