@@ -5,11 +5,10 @@
     python runs/smollm2/tables.py --check                  # exit code 1 if a page is different
 
 A table's name is ``summary``, ``controls``, ``price-shares``, ``exact``, ``exact-tech``,
-``exact-code``, ``peers``, ``price`` or
-[DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT and MODEL as in ``records.py``, and DATE that of the
-code that evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its
-control both have; runs of several dates are joined by a plus sign (2026-11-26+2026-11-27). Pages
-mark the place of a table by its name.
+``exact-code``, ``peers``, ``price``, ``price-router`` or [DATE/]TEXT/MODEL[@SEED][:CONTROL], with
+TEXT and MODEL as in ``records.py``, and DATE that of the code that evaluated (2026-11-25). Without
+a seed it is the mean of all runs that the model and its control both have; runs of several dates
+are joined by a plus sign (2026-11-26+2026-11-27). Pages mark the place of a table by its name.
 """
 
 import argparse
@@ -134,8 +133,9 @@ def table(name: str) -> str:
         "exact": exact,
         "exact-tech": partial(exact_elsewhere, "tech"),
         "exact-code": partial(exact_elsewhere, "code"),
-        "peers": partial(side_by_side, "peers", PEERS, "2026-11-26"),
-        "price": partial(side_by_side, "price", SEPARATED, "2026-11-27"),
+        "peers": partial(side_by_side, "peers", "2026-11-26", PEERS),
+        "price": partial(side_by_side, "price", "2026-11-27", SEPARATED),
+        "price-router": partial(side_by_side, "price", "2026-11-27", SEPARATED, router=True),
     }
     body = special[name]() if name in special else comparison_table(comparison_of(name))
     return f"{body}\n\n(`python runs/smollm2/tables.py {name}`)\n"
@@ -301,13 +301,24 @@ def price_shares() -> str:
     return "\n".join(lines)
 
 
-def side_by_side(folder: str, titles: dict[str, str], evaluated: str) -> str:
-    """A column for every model of a folder of runs: what it is over its control."""
+def side_by_side(
+    folder: str, evaluated: str, titles: dict[str, str], *, router: bool = False
+) -> str:
+    """A column for every model of a folder of runs: what it is over its control.
+
+    With ``router`` it is over Router of the same weight, where there is one.
+    """
     rows = read(ROOT / "runs" / folder / "records.csv.gz")
-    comparisons = [
-        compared(rows, model, text="code-first-half", evaluated=evaluated) for model in titles
-    ]
-    lines = header(["over the control's", *titles.values()])
+    compare = partial(compared, rows, text="code-first-half", evaluated=evaluated)
+    heading = "over the control's"
+    if router:
+        heading = "over Router's"
+        titles = {model: title for model, title in titles.items() if "router" not in model}
+    comparisons = []
+    for model in titles:
+        weight = "-w0.3" if "-w0.3" in model else ""
+        comparisons.append(compare(model, control=f"router{weight}-160" if router else ""))
+    lines = header([heading, *titles.values()])
     for metric, title in (("nll_dense", "dense NLL, nats"), ("context_gain", "context gain, nats")):
         figures = [shown(difference_figure(each.dense.loc[metric])) for each in comparisons]
         lines.append(line([title, *figures]))

@@ -15,8 +15,7 @@ def make_optimizer(
     """AdamW in up to three groups: matrices, vectors and routers.
 
     Only the matrices have weight decay. The biases of all experts of a layer, which make up a
-    matrix, count as vectors. ``lr_multiplier`` of a group is its learning rate over the
-    model's.
+    matrix, count as vectors. ``lr_multiplier`` of a group is its learning rate over the model's.
 
     Args:
         model: the model that is trained.
