@@ -33,21 +33,22 @@ def test_only_what_points_against_the_anchor_is_left_out(price):
     assert [gradient.tolist() for gradient in projected] == [[2.0, 3.0], [[5.0]]]
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("policy", ["router", "random"])
 def test_with_own_moments_and_no_weight_of_the_mask_the_model_is_the_controls(
-    price, tiny_folder, texts_folder, tmp_path
+    price, tiny_folder, texts_folder, tmp_path, dtype, policy
 ):
     """The other form has the budget's gradient in its sum, whatever the weight."""
-    common = {"seq_len": 32, "batch_size": 2, "max_steps": 3, "warmup_steps": 1, "seed": 3}
-    common |= {"peak_lr": 1e-2, "min_lr": 1e-3}
-    words = ["own-moments", "--model", tiny_folder, "--data", texts_folder, "--num-groups", 1]
-    words += ["--output", tmp_path / "apart", "--mask-weight", 0.0]
-    for name, value in common.items():
-        words += ["--" + name.replace("_", "-"), value]
-    apart = price.train(price.parse_arguments([str(word) for word in words]))
-    control = kvcat.TrainConfig(
-        model=str(tiny_folder), data=str(texts_folder), output=str(tmp_path / "control"),
-        policy="control", num_groups=1, **common,
-    )  # fmt: skip
+    common = {
+        "model": str(tiny_folder), "data": str(texts_folder), "num_groups": 1, "seq_len": 32,
+        "batch_size": 2, "max_steps": 3, "warmup_steps": 1, "seed": 3, "peak_lr": 1e-2,
+        "min_lr": 1e-3, "dtype": dtype,
+    }  # fmt: skip
+    masked = kvcat.TrainConfig(
+        **common, policy=policy, mask_weight=0.0, output=str(tmp_path / "apart")
+    )
+    apart = price.train("own-moments", masked)
+    control = kvcat.TrainConfig(**common, policy="control", output=str(tmp_path / "control"))
     plain = kvcat.train(control, progress=False).export
     first, *models = (kvcat.load(folder)[0] for folder in (tiny_folder, apart, plain))
     for start, one, other in zip(*(m.parameters() for m in (first, *models)), strict=True):
@@ -60,15 +61,35 @@ def test_with_own_moments_and_no_weight_of_the_mask_the_model_is_the_controls(
     assert checksums[0] == checksums[1]
 
 
+def test_the_first_step_of_own_moments_adds_the_controls_and_the_distillations(
+    price, tiny_folder, texts_folder, tmp_path
+):
+    """Adam's first step of a weight is the learning rate times the sign of its gradient."""
+    config = kvcat.TrainConfig(
+        model=str(tiny_folder), data=str(texts_folder), num_groups=1, seq_len=32, batch_size=2,
+        max_steps=1, warmup_steps=0, peak_lr=1e-3, min_lr=1e-3, weight_decay=0.0, policy="random",
+        mask_weight=0.25, output=str(tmp_path / "run"),
+    )  # fmt: skip
+    export = price.train("own-moments", config)
+    start, trained = (kvcat.load(folder)[0] for folder in (tiny_folder, export))
+    changes = [b - a for a, b in zip(start.parameters(), trained.parameters(), strict=True)]
+    moved = torch.cat([change.flatten() for change in changes]).abs() / 1e-3
+    # both gradients are far from 0 in most weights: together 1.25 rates, against each other .75
+    together = (moved - 1.25).abs() < 0.01
+    against = (moved - 0.75).abs() < 0.01
+    assert (together | against).float().mean() > 0.8
+    assert 0.05 < against.float().mean() < together.float().mean()
+
+
 def test_a_finished_run_is_left_as_it_is_and_other_options_are_rejected_by_name(
     price, tiny_folder, texts_folder, tmp_path
 ):
-    words = ["--model", tiny_folder, "--data", texts_folder, "--num-groups", 1, "--seq-len", 32]
-    words += ["--batch-size", 2, "--output", tmp_path / "run"]
-
-    def train(form="own-moments", steps=1, *mask_options):
-        line = [form, *words, "--max-steps", steps, *mask_options]
-        return price.train(price.parse_arguments([str(word) for word in line]))
+    def train(form="own-moments", **changes):
+        values = {"num_groups": 1, "seq_len": 32, "batch_size": 2, "max_steps": 1} | changes
+        config = kvcat.TrainConfig(
+            model=str(tiny_folder), data=str(texts_folder), output=str(tmp_path / "run"), **values
+        )
+        return price.train(form, config)
 
     export = train()
     before = (export / "model.safetensors").stat().st_mtime_ns
@@ -77,9 +98,33 @@ def test_a_finished_run_is_left_as_it_is_and_other_options_are_rejected_by_name(
     with pytest.raises(kvcat.InputError, match="its form is own-moments"):
         train("projected")
     with pytest.raises(kvcat.InputError, match="its max_steps is 1"):
-        train("own-moments", 2)
+        train(max_steps=2)
     with pytest.raises(kvcat.InputError, match=r"its mask_weight is 1\.0, not 0\.3"):
-        train("own-moments", 1, "--mask-weight", 0.3)
+        train(mask_weight=0.3)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "no form '': own-moments, projected"),
+        (["own-moments", "nano"], "no recipe 'nano'"),
+        (["own-moments", "small", "--policy", "control"], "own-moments needs a masked pass"),
+        (["own-moments", "small", "--teacher", "frozen"], "needs a masked pass that the model"),
+        (["own-moments", "small", "--micro-batch-size", "2"], "one micro-batch a step, not of 2"),
+        (["own-moments", "small", "--dry-run"], "--dry-run is an option of kvcat train alone"),
+        (["projected", "small", "--dtype", "bfloat16"], "projected needs --dtype float32"),
+    ],
+)
+def test_what_a_form_does_not_have_is_rejected_before_the_run(
+    price, monkeypatch, tmp_path, words, message
+):
+    options = ["--model", "kvcat-base", "--output", str(tmp_path / "run")] if words[1:] else []
+    monkeypatch.setattr("sys.argv", ["train.py", *words, *options])
+    if not words:
+        monkeypatch.setattr("sys.argv", ["train.py", "", "small", "--model", "kvcat-base"])
+    with pytest.raises(kvcat.InputError, match=message):
+        price.main()
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_comparison_names_a_missing_run_before_it_trains(tmp_path):

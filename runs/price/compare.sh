@@ -23,18 +23,19 @@ done
 
 models=""
 for seed in $SEEDS; do
+  # Router as in runs/peers/compare.sh
+  router="small --model kvcat-base --policy router --target-keep 0.25 --target-warmup-steps $((STEPS / 4)) \
+    --router-lr-multiplier 33 --seq-len 512 --batch-size 4 --max-steps $STEPS --warmup-steps 10 --peak-lr 3e-4 \
+    --min-lr 3e-5 --seed $seed --validation-sequences 8 --validation-every $STEPS"
   for variant in own-moments own-moments-w0.3 projected; do
     form=${variant%-w*}
     weight=1
     [ "$form" = "$variant" ] || weight=${variant##*-w}
-    python runs/price/train.py "$form" --mask-weight "$weight" --output "$OUT/$variant-s$seed" --max-steps "$STEPS" --seed "$seed"
+    python runs/price/train.py "$form" $router --mask-weight "$weight" --output "$OUT/$variant-s$seed"
     models="$models $variant@$seed=$OUT/$variant-s$seed/export"
   done
-  # Router at the lighter weight, with one step for both losses
-  kvcat train small --model kvcat-base --output "$OUT/router-w0.3-s$seed" --policy router --mask-weight 0.3 \
-    --target-keep 0.25 --target-warmup-steps $((STEPS / 4)) --router-lr-multiplier 33 --seq-len 512 --batch-size 4 \
-    --max-steps "$STEPS" --warmup-steps 10 --peak-lr 3e-4 --min-lr 3e-5 --seed "$seed" --validation-sequences 8 \
-    --validation-every "$STEPS"
+  # the lighter weight, with one step for both losses
+  kvcat train $router --mask-weight 0.3 --output "$OUT/router-w0.3-s$seed"
   models="$models router-w0.3@$seed=$OUT/router-w0.3-s$seed/export"
   for trained in control router; do
     models="$models $trained@$seed=$PEERS/$trained-s$seed/export"

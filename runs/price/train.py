@@ -1,6 +1,6 @@
 """Where the price arises: KV-CAT whose two losses do not share one step of the optimizer.
 
-    python runs/price/train.py own-moments --output out/price/own-moments-s1 --seed 1
+    python runs/price/train.py own-moments small --model kvcat-base --output out/price/own-moments
 
 KV-CAT adds the gradients of the dense model's next-token loss and of the distillation, and Adam
 divides the sum by its own running size. So the distillation changes the dense loss in two ways: by
@@ -12,11 +12,10 @@ its direction, and by the smaller step that is left for the next-token loss. Her
   points against the next-token gradient is left out (PCGrad, Yu et al. 2020, arXiv:2001.06782, with
   the next-token loss never projected). Over all weights together.
 
-Everything else is ``kvcat train`` with the router policy and the same options. One process, one
-micro-batch; a run that is killed begins anew.
+After the form come the arguments of ``kvcat train``. One process, one micro-batch; a run that is
+killed begins anew.
 """
 
-import argparse
 import sys
 import zlib
 from collections.abc import Sequence
@@ -26,16 +25,16 @@ from typing import Any
 
 import torch
 
+from kvcat.cli.train import parse_config
 from kvcat.errors import InputError, run_script
 from kvcat.files import read_json, write_json
-from kvcat.losses import chunked_objective
-from kvcat.models import hidden_states
 from kvcat.training.checkpoint import folders
 from kvcat.training.config import TrainConfig
-from kvcat.training.distributed import join_world
+from kvcat.training.distributed import join_world, world_size
 from kvcat.training.export import export_checkpoint
 from kvcat.training.loop import Trainer
 from kvcat.training.optimizer import clip_gradients
+from kvcat.training.plan import check_request
 from kvcat.training.run import Run
 from kvcat.training.run_folder import RunFolder
 
@@ -64,15 +63,18 @@ class ApartTrainer(Trainer):
         """Leave the gradients for the optimizer's step; returns the record of both losses."""
         run = self.run
         config = run.config
+        objective = run.objective
         tokens = run.data.train.read()
-        hidden = hidden_states(run.objective.model, input_ids=tokens, use_cache=False)
-        anchor = chunked_objective(run.objective.head, hidden[:, :-1], None, tokens[:, 1:])
-        (config.anchor_weight * anchor.total).backward()
+        masked_pass = objective.masked_pass
+        objective.masked_pass = None  # this makes it the control's
+        anchor_loss, anchor_record = self._losses(tokens, run.streams, run.step)
+        (config.anchor_weight * anchor_loss).backward()
         anchor_gradients = self._taken_gradients()
+        objective.masked_pass = masked_pass
 
-        run.objective.config = replace(config, anchor_weight=0.0)
+        objective.config = replace(config, anchor_weight=0.0)
         mask_loss, record = self._losses(tokens, run.streams, run.step)
-        run.objective.config = config
+        objective.config = config
         mask_loss.backward()
         if self.form == "own-moments":
             self._step_of_the_mask()
@@ -80,7 +82,7 @@ class ApartTrainer(Trainer):
         else:
             mask_gradients = self._taken_gradients()
             self._set_gradients(projected_sum(anchor_gradients, mask_gradients))
-        scalars = {"dense_loss": anchor.dense_loss.item(), "kl": record["kl"].item()}
+        scalars = {"dense_loss": anchor_record["dense_loss"].item(), "kl": record["kl"].item()}
         checksum = sum(zlib.crc32(row) for row in tokens.numpy())
         return {**scalars, "tokens_crc32": checksum}
 
@@ -120,84 +122,68 @@ def _gradient(weight: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(weight) if weight.grad is None else weight.grad
 
 
-def train(options: argparse.Namespace) -> Path:
+def train(form: str, config: TrainConfig) -> Path:
     """The folder of the exported checkpoint, after training or from an earlier run.
 
+    Args:
+        form: one of ``FORMS``.
+        config: of ``kvcat train``.
+
     Raises:
-        InputError: the output folder belongs to a run with other options.
+        InputError: the form cannot be trained in this way, or the output folder belongs to a run
+            with other options.
     """
-    config = run_config(options)
-    with join_world(config.device, group=False) as world, RunFolder.open(config, world) as folder:
+    config = checked(form, config)
+    with (
+        join_world(config.device, group=config.dtype != "float32") as world,
+        RunFolder.open(config, world) as folder,
+    ):
         form_file = folder.path / FORM_FILE
         # a run that was killed before it wrote the file has no checkpoint either
-        form = read_json(form_file)["form"] if form_file.exists() else options.form
-        if form != options.form:
-            raise InputError(f"{folder.path} holds another run: its form is {form}")
+        existing = read_json(form_file)["form"] if form_file.exists() else form
+        if form != existing:
+            raise InputError(f"{folder.path} holds another run: its form is {existing}")
         if "max_steps" in folder.state.changes:
             steps = folder.state.changes["max_steps"][0]
             raise InputError(f"{folder.path} holds another run: its max_steps is {steps}")
         if folder.state.finished is not None:
             return folder.export
         with Run.open(folder, progress=True) as run:
-            write_json(form_file, {"form": options.form})
-            ApartTrainer(run, options.form).train()
+            write_json(form_file, {"form": form})
+            ApartTrainer(run, form).train()
         export_checkpoint(folders(folder.path)[-1], folder.export)
         folder.mark_done()
     return folder.export
 
 
-def run_config(options: argparse.Namespace) -> TrainConfig:
-    """The configuration of ``kvcat train`` with the same options."""
-    return TrainConfig(
-        model=options.model,
-        data=options.data,
-        output=str(options.output),
-        policy="router",
-        num_groups=options.num_groups,
-        target_keep=options.target_keep,
-        target_warmup_steps=options.max_steps // 4,
-        mask_weight=options.mask_weight,
-        router_lr_multiplier=33.0,
-        seq_len=options.seq_len,
-        batch_size=options.batch_size,
-        max_steps=options.max_steps,
-        warmup_steps=options.warmup_steps,
-        peak_lr=options.peak_lr,
-        min_lr=options.min_lr,
-        seed=options.seed,
-        validation_sequences=8,
-        validation_every=options.max_steps,
-        checkpoint_every=options.max_steps,  # the mask's moments are in no checkpoint
-    )
+def checked(form: str, config: TrainConfig) -> TrainConfig:
+    """The configuration, with one checkpoint at the end.
 
-
-def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    """The options of the command."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("form", choices=FORMS)
-    parser.add_argument("--model", default="kvcat-base")
-    parser.add_argument("--data", default="installed")
-    parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--num-groups", type=int, default=4)
-    parser.add_argument("--target-keep", type=float, default=0.25)
-    parser.add_argument("--mask-weight", type=float, default=1.0)
-    parser.add_argument("--seq-len", type=int, default=512)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--max-steps", type=int, default=160)
-    parser.add_argument("--warmup-steps", type=int, default=10)
-    parser.add_argument("--peak-lr", type=float, default=3e-4)
-    parser.add_argument("--min-lr", type=float, default=3e-5)
-    parser.add_argument("--seed", type=int, default=1)
-    return parser.parse_args(words)
+    Raises:
+        InputError: no such form, or a configuration that it does not have.
+    """
+    if form not in FORMS:
+        raise InputError(f"no form {form!r}: {', '.join(FORMS)}")
+    if config.policy == "control" or config.teacher != "self":
+        raise InputError(f"{form} needs a masked pass that the model itself teaches")
+    if config.micro_batch_size not in (None, config.batch_size):
+        raise InputError(f"{form} has one micro-batch a step, not of {config.micro_batch_size}")
+    if form == "projected" and config.dtype != "float32":
+        raise InputError("projected needs --dtype float32")
+    if world_size() > 1:
+        raise InputError(f"{form} runs in one process, not in {world_size()}")
+    check_request(config)
+    # the mask's moments are in no checkpoint
+    return replace(config, checkpoint_every=config.max_steps)
 
 
 def main() -> None:
-    """Train and print the folder of the export; a mistake is one line and exit code 2."""
-    try:
-        print(train(parse_arguments()))
-    except InputError as error:
-        print(f"train.py: error: {error}", file=sys.stderr)
-        sys.exit(2)
+    """Train and print the folder of the export."""
+    form, *arguments = sys.argv[1:] or [""]
+    config, dry_run = parse_config(arguments)
+    if dry_run:
+        raise InputError("--dry-run is an option of kvcat train alone")
+    print(train(form, config))
 
 
 if __name__ == "__main__":

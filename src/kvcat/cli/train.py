@@ -48,18 +48,10 @@ def train(arguments: Sequence[str]) -> None:
     Raises:
         InputError: there is no such recipe, or the arguments are not valid.
     """
-    from kvcat.recipes import RECIPES
-
-    name, options = _split_recipe(arguments)
-    recipe = RECIPES.get(name, RECIPES["small"])  # help without a recipe shows the small one
-    parsed = _parse_options(name, recipe, options)
-    overrides = dict(vars(parsed.run))
-    if isinstance(overrides["output"], _DefaultFolder):
-        overrides["output"] = ""  # the recipe derives it again from the chosen policy
-    config = recipe(**overrides)
+    config, dry_run = parse_config(arguments)
     early.check_device(config.device)
     early.check_model(config.model)
-    if parsed.dry_run:
+    if dry_run:
         from kvcat.training.plan import plan
 
         for label, text in plan(config).items():
@@ -70,6 +62,26 @@ def train(arguments: Sequence[str]) -> None:
     result = train(config)
     if os.environ.get("RANK", "0") == "0":
         print(f"exported to {result.export}")
+
+
+def parse_config(arguments: Sequence[str]) -> "tuple[TrainConfig, bool]":
+    """The configuration that the arguments of ``kvcat train`` name, and whether it is a dry run.
+
+    Args:
+        arguments: ``RECIPE [--field value ...] [--config FILE] [--dry-run]``.
+
+    Raises:
+        InputError: there is no such recipe, or the arguments are not valid.
+    """
+    from kvcat.recipes import RECIPES
+
+    name, options = _split_recipe(arguments)
+    recipe = RECIPES.get(name, RECIPES["small"])  # help without a recipe shows the small one
+    parsed = _parse_options(name, recipe, options)
+    overrides = dict(vars(parsed.run))
+    if isinstance(overrides["output"], _DefaultFolder):
+        overrides["output"] = ""  # the recipe derives it again from the chosen policy
+    return recipe(**overrides), parsed.dry_run
 
 
 def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
