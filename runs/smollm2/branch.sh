@@ -21,6 +21,7 @@ case $variant in
 esac
 name=$variant
 [ "$variant" = control ] || { options="$options --mask-weight $WEIGHT"; name=$name-w$WEIGHT; }
+[ -z "${FORM:-}" ] || name=$name-$FORM
 [ "$LR" = 3e-5 ] || name=$name-lr$LR
 continue_pretraining "$name-s$SEED" "$OUT/adapt/export" $options --max-steps "$STEPS" --warmup-steps 10 \
   --peak-lr "$LR" --min-lr "$LR" --seed $((SEED + 1))

@@ -23,11 +23,13 @@ tokens() {
 }
 
 # continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common; an option that is
-# given twice has the later value
+# given twice has the later value. FORM: one of runs/price/train.py in place of kvcat train
 continue_pretraining() {
   folder=$1; from=$2; shift 2
   tokens
-  kvcat train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
+  train="-m kvcat train"
+  [ -z "${FORM:-}" ] || train="runs/price/train.py $FORM"
+  python $train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
     --batch-size "$BATCH" --micro-batch-size "$MICRO" --dtype "$DTYPE" --device "$DEVICE" \
     --validation-sequences 16 --validation-every 64 --checkpoint-every "$CHECKPOINT_EVERY" --compile "$@"
 }
