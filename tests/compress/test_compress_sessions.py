@@ -545,6 +545,35 @@ def test_turns_are_appended_once_and_are_those_of_the_whole_conversation(model, 
     assert session.ids[: len(system)].tolist() == system
 
 
+@pytest.mark.parametrize("ends", [0, [0], [5, 0]])
+def test_a_control_token_that_a_setting_names_as_the_end_is_appended_once(tokenizer, ends):
+    # every logit is 0, so that every token is the first one, <eos>
+    model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=5)
+    model.model.norm.weight.data.zero_()
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    session = Session(model, tokenizer, budget=250, tail=8)
+    assert session.chat("the cat", max_new_tokens=9, eos_token_id=ends) == ""
+    session.turn("a dog")
+    assert tokenizer.decode(session.ids) == "[user]the cat<eos>[assistant]<eos>[user]a dog<eos>"
+
+
+@pytest.mark.parametrize("ends", ["full stop", None])
+def test_an_ordinary_token_that_ends_an_answer_is_part_of_its_text(model, ends):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    probe = Session(model, tokenizer, budget=250, tail=8)
+    first = probe.chat("the cat", max_new_tokens=1)
+    last = int(probe.ids[-1])
+    assert last != tokenizer.eos_token_id
+    session = Session(model, tokenizer, budget=250, tail=8)
+    options = {"max_new_tokens": 1, "eos_token_id": None if ends is None else last}
+    assert session.chat("the cat", **options) == first == tokenizer.decode([last])
+    session.turn("a dog")
+    held = tokenizer.decode(session.ids)
+    assert held == f"[user]the cat<eos>[assistant]{first}<eos>[user]a dog<eos>"
+
+
 def test_a_template_that_changes_earlier_turns_is_rejected(model):
     changing = byte_tokenizer()
     changing.chat_template = (

@@ -290,7 +290,7 @@ class Session:
         with self._restored_after_failure():
             self._append_turn("user", text, protect=False, is_answered=True)
             ids = self._answer(max_new_tokens, streamer, settings)
-        is_ended = int(ids[-1]) in end_tokens(self.model)
+        is_ended = self._ends_answer(int(ids[-1]), settings)
         answer = self._decoded(ids[:-1] if is_ended else ids)
         end = self._decoded(ids[-1:]) if is_ended else ""
         self._conversation = self._conversation.answered(answer, end)
@@ -420,6 +420,17 @@ class Session:
         compact = self._compressor(trace, num_slots=min(num_slots, trace.prefix_len))
         self.num_compactions += 1
         return state.compacted(compact, keep_queries(trace, self.num_kept))
+
+    def _ends_answer(self, token: int, settings: Mapping[str, Any]) -> bool:
+        """Whether a token ended an answer with these settings and is no part of its text.
+
+        A setting may name an ordinary token, such as a full stop, which is part of the text.
+        """
+        if "eos_token_id" not in settings:
+            return token in end_tokens(self.model)
+        ends = settings["eos_token_id"]
+        is_end = token in torch.as_tensor([] if ends is None else ends).flatten().tolist()
+        return is_end and token in self._encoder.control_tokens
 
     def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
         """The text of tokens, control tokens included, as it is."""
