@@ -1,5 +1,6 @@
 """Sessions: exact until the first compaction, compacted without harm to what must stay, saved."""
 
+import copy
 import subprocess
 import sys
 
@@ -432,6 +433,35 @@ def test_more_protected_tokens_than_the_budget_holds_are_rejected_and_nothing_ch
     message = refusal(session.append, [3] * 300)
     assert "exceed the 256 positions" in message
     assert session.num_tokens == 30
+
+
+def test_protected_tokens_with_a_method_in_few_bits_are_rejected_before_any_token(make):
+    said = "protected slots are exact, not in 8 bits"
+    assert said in refusal(make, method="attention-matching,bits=8", protect=[(0, 4)])
+    session = make(method="attention-matching,bits=8")
+    assert said in refusal(session.append, TOKENS[:4], protect=True)
+    assert (session.num_tokens, session.protect) == (0, ())
+
+
+def test_a_copy_of_a_session_is_a_branch_that_leaves_the_lock_to_the_session(
+    make, model, tokenizer, tmp_path
+):
+    session = make()
+    session.append(TOKENS[:50])
+    session.save(tmp_path / "talk")
+    branch = copy.copy(session)
+    branch.append(TOKENS[50:90])
+    alone = make()
+    for turn in (TOKENS[:50], TOKENS[50:90]):
+        alone.append(turn)
+    same_state(branch, alone)
+    assert session.num_tokens == 50
+    assert "is in use" in refusal(branch.save, tmp_path / "talk")
+    branch.save(tmp_path / "branch")
+    branch.close()
+    assert "is in use" in refusal(Session.load, tmp_path / "talk", model, tokenizer)
+    session.close()
+    Session.load(tmp_path / "talk", model, tokenizer).close()
 
 
 def test_arguments_that_cannot_be_right_are_rejected(make):

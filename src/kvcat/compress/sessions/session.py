@@ -17,7 +17,13 @@ from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import check_settings, continued
-from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
+from kvcat.compress.sessions.inputs import (
+    Tokens,
+    check_protectable,
+    checked_method,
+    checked_model,
+    token_ids,
+)
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, check_least
 from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
@@ -62,7 +68,8 @@ class Session:
 
     Raises:
         InputError: a number out of its range; a budget that is too small for tail, room and
-            protected tokens; a method or a model that cannot compress again.
+            protected tokens; a method or a model that cannot compress again; protected tokens and
+            a method in few bits.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class Session:
         self._conversation = Conversation(tokenizer, self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
+        check_protectable(self._compressor, self.protect)
         check_budget(self.budget, self.tail, self.room, self.protect)
 
     @property
@@ -166,6 +174,7 @@ class Session:
             if protect:
                 added = (start, start + len(ids))
                 self.protect = joined_ranges([*self.protect, added], start + len(ids))
+                check_protectable(self._compressor, self.protect)
                 check_budget(self.budget, self.tail, self.room, self.protect)
             self._append(ids)
 
@@ -384,6 +393,14 @@ class Session:
         """Release the lock on the session's file."""
         self._lock.close()
         self._locked_path = None
+
+    def __copy__(self) -> "Session":
+        """A branch: a session that continues from the same tokens, without the lock on a file."""
+        branch = object.__new__(type(self))
+        vars(branch).update(vars(self))
+        branch._lock = ExitStack()
+        branch._locked_path = None
+        return branch
 
     def __enter__(self) -> "Session":
         return self
