@@ -362,9 +362,9 @@ def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> dict[st
         return {}
     if FIRST_SLOTS in cache.metadata:
         return {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
-    positions: list[list[list[Any]]] = []
-    for heads in _heads_of_layers(cache):
-        positions.append([[head.positions for head in row] for row in heads])
+    positions: list[list[list[Any]]] = [
+        [[head.positions for head in row] for row in heads] for heads in _heads_of_layers(cache)
+    ]
     is_known = all(each is not None for layer in positions for row in layer for each in row)
     return first_slots(positions) if is_known else {}
 
