@@ -101,6 +101,16 @@ def test_a_loaded_cache_equals_the_saved_one(tmp_path, form, dtype):
         torch.testing.assert_close(theirs.tensors(), ours.tensors(), rtol=0, atol=0)
 
 
+def test_a_cache_whose_tensors_share_memory_is_saved(tmp_path):
+    states = torch.randn(1, 2, 5, 4, generator=torch.Generator().manual_seed(0))
+    first = CompactLayer(states, states)
+    second = CompactLayer(states[:, :, :3], states[:, :, 2:])
+    CompactCache([first, second], 9, OWNER).save(tmp_path / "doc")
+    loaded = CompactCache.load(tmp_path / "doc")
+    for saved, layer in zip((first, second), loaded.layers, strict=True):
+        torch.testing.assert_close(layer.tensors(), saved.tensors(), rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("form", ["equal", "ragged"])
 def test_every_single_byte_and_every_length_is_guarded(tmp_path, form):
     path = tmp_path / "doc"

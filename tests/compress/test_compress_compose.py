@@ -280,6 +280,30 @@ def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_token
         assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[1].std()
 
 
+@pytest.mark.parametrize("make", ["append", "compose", "compose, second in few bits"])
+def test_a_cache_of_one_in_few_bits_and_more_knows_the_slots_of_its_first_tokens(
+    double, pair, make
+):
+    exact = [kvcat.Eviction("streaming")(trace, num_slots=9) for trace in pair]
+    first, second = exact[0], exact[1].quantize(8)
+    if make != "compose, second in few bits":
+        first = first.quantize(8)
+    if make == "append":
+        packed = kvcat.append(double, first, QUESTION)
+        like = kvcat.append(double, exact[0], QUESTION)
+    else:
+        packed = kvcat.compose(double, [first, second])
+        like = kvcat.compose(double, exact)
+    for seam_tokens in (0, 8):
+        options = {"seam_tokens": seam_tokens}
+        composed = kvcat.compose(double, [exact[1], packed], **options)
+        expected = kvcat.compose(double, [exact[1], like], **options)
+        for layer, layer_like in zip(composed.layers, expected.layers, strict=True):
+            assert torch.equal(layer.counts, layer_like.counts)
+        logits = [kvcat.replay(double, cache, QUESTION) for cache in (composed, expected)]
+        assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[1].std()
+
+
 def test_a_composed_cache_is_saved_loaded_and_composed_again(double, pair, tmp_path):
     caches = [AttentionMatching()(trace, num_slots=7) for trace in pair]
     loaded = []

@@ -1,5 +1,6 @@
 """Sessions: exact until the first compaction, compacted without harm to what must stay, saved."""
 
+import copy
 import subprocess
 import sys
 
@@ -434,6 +435,35 @@ def test_more_protected_tokens_than_the_budget_holds_are_rejected_and_nothing_ch
     assert session.num_tokens == 30
 
 
+def test_protected_tokens_with_a_method_in_few_bits_are_rejected_before_any_token(make):
+    said = "protected slots are exact, not in 8 bits"
+    assert said in refusal(make, method="attention-matching,bits=8", protect=[(0, 4)])
+    session = make(method="attention-matching,bits=8")
+    assert said in refusal(session.append, TOKENS[:4], protect=True)
+    assert (session.num_tokens, session.protect) == (0, ())
+
+
+def test_a_copy_of_a_session_is_a_branch_that_leaves_the_lock_to_the_session(
+    make, model, tokenizer, tmp_path
+):
+    session = make()
+    session.append(TOKENS[:50])
+    session.save(tmp_path / "talk")
+    branch = copy.copy(session)
+    branch.append(TOKENS[50:90])
+    alone = make()
+    for turn in (TOKENS[:50], TOKENS[50:90]):
+        alone.append(turn)
+    same_state(branch, alone)
+    assert session.num_tokens == 50
+    assert "is in use" in refusal(branch.save, tmp_path / "talk")
+    branch.save(tmp_path / "branch")
+    branch.close()
+    assert "is in use" in refusal(Session.load, tmp_path / "talk", model, tokenizer)
+    session.close()
+    Session.load(tmp_path / "talk", model, tokenizer).close()
+
+
 def test_arguments_that_cannot_be_right_are_rejected(make):
     assert "budget=18 slots" in refusal(make, budget=18)
     assert "one of budget (slots) and budget_bytes" in refusal(make, budget_bytes=10_000)
@@ -543,6 +573,35 @@ def test_turns_are_appended_once_and_are_those_of_the_whole_conversation(model, 
     system = tokenizer("[system]then it was<eos>").input_ids
     assert session.protect == ((0, len(system)),)
     assert session.ids[: len(system)].tolist() == system
+
+
+@pytest.mark.parametrize("ends", [0, [0], [5, 0]])
+def test_a_control_token_that_a_setting_names_as_the_end_is_appended_once(tokenizer, ends):
+    # every logit is 0, so that every token is the first one, <eos>
+    model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=5)
+    model.model.norm.weight.data.zero_()
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    session = Session(model, tokenizer, budget=250, tail=8)
+    assert session.chat("the cat", max_new_tokens=9, eos_token_id=ends) == ""
+    session.turn("a dog")
+    assert tokenizer.decode(session.ids) == "[user]the cat<eos>[assistant]<eos>[user]a dog<eos>"
+
+
+@pytest.mark.parametrize("ends", ["full stop", None])
+def test_an_ordinary_token_that_ends_an_answer_is_part_of_its_text(model, ends):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = CHATML
+    probe = Session(model, tokenizer, budget=250, tail=8)
+    first = probe.chat("the cat", max_new_tokens=1)
+    last = int(probe.ids[-1])
+    assert last != tokenizer.eos_token_id
+    session = Session(model, tokenizer, budget=250, tail=8)
+    options = {"max_new_tokens": 1, "eos_token_id": None if ends is None else last}
+    assert session.chat("the cat", **options) == first == tokenizer.decode([last])
+    session.turn("a dog")
+    held = tokenizer.decode(session.ids)
+    assert held == f"[user]the cat<eos>[assistant]{first}<eos>[user]a dog<eos>"
 
 
 def test_a_template_that_changes_earlier_turns_is_rejected(model):

@@ -68,8 +68,7 @@ def write_tensors(
 
     The other entries of the header are written in their order: equal contents give equal bytes.
     """
-    on_cpu = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    content = safetensors.torch.save(on_cpu)
+    content = safetensors.torch.save(_in_memories_of_their_own(tensors))
     header_end = _header_end(content)
     tensor_entries = json.loads(content[8:header_end])
     entries = {"format": f"{kind}-{_version(kind, entries)}", **entries, "sha256": _NO_DIGEST}
@@ -83,6 +82,21 @@ def write_tensors(
     digest.update(body)
     signed = head.replace(_digest_entry(_NO_DIGEST), _digest_entry(digest.hexdigest()))
     write_bytes(path, signed, body)
+
+
+def _in_memories_of_their_own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors on the CPU, none of which shares memory with another: safetensors rejects that.
+
+    The same tensor may be the keys and the values of a layer.
+    """
+    separate: dict[str, Tensor] = {}
+    known = set()
+    for name, tensor in tensors.items():
+        on_cpu = tensor.detach().cpu().contiguous()
+        memory = on_cpu.untyped_storage().data_ptr()
+        separate[name] = on_cpu.clone() if memory in known else on_cpu
+        known.add(memory)
+    return separate
 
 
 def _version(kind: str, entries: dict[str, str]) -> int:

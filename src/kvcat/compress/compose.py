@@ -17,6 +17,7 @@ from kvcat.cache import (
     check_batch_of_ids,
     count_before,
     first_ids,
+    first_slots,
     joined_first_ids,
     parse_first_ids,
     positions_by_head,
@@ -125,7 +126,7 @@ def append(
     layers = [_joined([held, new]) for held, new in pairs]
     longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
     metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
-    metadata |= slot_facts(longer)
+    metadata |= slot_facts(longer) | _first_slots_of_longer(cache, longer)
     if FIRST_IDS in metadata:
         added_ids = first_ids(input_ids)
         metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], cache.num_tokens, added_ids)
@@ -332,7 +333,7 @@ def _metadata(
     metadata = {key: fact for key, fact in first.items() if key not in _OF_ONE_DOCUMENT}
     for key in ("method", "supervision"):
         metadata[key] = " + ".join(dict.fromkeys(_fact(cache, key) for cache in caches))
-    metadata |= slot_facts(composed)
+    metadata |= slot_facts(composed) | _first_slots_of_longer(caches[0], composed)
     later = list(parsed_ranges(first.get("protected_later", "")))
     start = caches[0].num_tokens
     for cache in caches[1:]:
@@ -348,6 +349,24 @@ def _metadata(
     metadata["documents"] = " ".join(str(cache.num_tokens) for cache in caches)
     metadata["seam_tokens"] = str(seam_tokens)
     return metadata
+
+
+def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> dict[str, str]:
+    """Which first tokens have a slot in a cache that begins with the slots of another, as metadata.
+
+    The metadata are empty if the longer cache knows all positions, or if some of the first tokens
+    are not in the other cache.
+    """
+    knows_positions = all(layer.positions is not None for layer in longer.layers)
+    if knows_positions or cache.num_tokens < NUM_FIRST:
+        return {}
+    if FIRST_SLOTS in cache.metadata:
+        return {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
+    positions: list[list[list[Any]]] = [
+        [[head.positions for head in row] for row in heads] for heads in _heads_of_layers(cache)
+    ]
+    is_known = all(each is not None for layer in positions for row in layer for each in row)
+    return first_slots(positions) if is_known else {}
 
 
 def _fact(cache: CompactCache, key: str) -> str:

@@ -14,6 +14,8 @@ from kvcat.cache import (
 )
 from kvcat.compress.base import Compressor
 from kvcat.compress.kvpress import KVPress
+from kvcat.compress.quantized import Quantized
+from kvcat.compress.ranges import Range
 from kvcat.compress.registry import make_compressor
 from kvcat.errors import InputError
 from kvcat.options import parse_spec
@@ -88,6 +90,14 @@ def checked_method(method: str | Compressor) -> Compressor:
             "already: choose another method"
         )
     return compressor
+
+
+def check_protectable(compressor: Compressor, protect: Sequence[Range]) -> None:
+    """Raise an ``InputError`` for protected tokens and a method that rounds every slot."""
+    if protect and isinstance(compressor, Quantized):
+        raise InputError(
+            f"protected slots are exact, not in {compressor.bits} bits: leave out bits or protect"
+        )
 
 
 def checked_model(model: PreTrainedModel) -> str:

@@ -17,7 +17,13 @@ from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import check_settings, continued
-from kvcat.compress.sessions.inputs import Tokens, checked_method, checked_model, token_ids
+from kvcat.compress.sessions.inputs import (
+    Tokens,
+    check_protectable,
+    checked_method,
+    checked_model,
+    token_ids,
+)
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, check_least
 from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
@@ -62,7 +68,8 @@ class Session:
 
     Raises:
         InputError: a number out of its range; a budget that is too small for tail, room and
-            protected tokens; a method or a model that cannot compress again.
+            protected tokens; a method or a model that cannot compress again; protected tokens and
+            a method in few bits.
     """
 
     def __init__(
@@ -101,6 +108,7 @@ class Session:
         self._conversation = Conversation(tokenizer, self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
+        check_protectable(self._compressor, self.protect)
         check_budget(self.budget, self.tail, self.room, self.protect)
 
     @property
@@ -166,6 +174,7 @@ class Session:
             if protect:
                 added = (start, start + len(ids))
                 self.protect = joined_ranges([*self.protect, added], start + len(ids))
+                check_protectable(self._compressor, self.protect)
                 check_budget(self.budget, self.tail, self.room, self.protect)
             self._append(ids)
 
@@ -290,7 +299,7 @@ class Session:
         with self._restored_after_failure():
             self._append_turn("user", text, protect=False, is_answered=True)
             ids = self._answer(max_new_tokens, streamer, settings)
-        is_ended = int(ids[-1]) in end_tokens(self.model)
+        is_ended = self._ends_answer(int(ids[-1]), settings)
         answer = self._decoded(ids[:-1] if is_ended else ids)
         end = self._decoded(ids[-1:]) if is_ended else ""
         self._conversation = self._conversation.answered(answer, end)
@@ -385,6 +394,14 @@ class Session:
         self._lock.close()
         self._locked_path = None
 
+    def __copy__(self) -> "Session":
+        """A branch: a session that continues from the same tokens, without the lock on a file."""
+        branch = object.__new__(type(self))
+        vars(branch).update(vars(self))
+        branch._lock = ExitStack()
+        branch._locked_path = None
+        return branch
+
     def __enter__(self) -> "Session":
         return self
 
@@ -420,6 +437,17 @@ class Session:
         compact = self._compressor(trace, num_slots=min(num_slots, trace.prefix_len))
         self.num_compactions += 1
         return state.compacted(compact, keep_queries(trace, self.num_kept))
+
+    def _ends_answer(self, token: int, settings: Mapping[str, Any]) -> bool:
+        """Whether a token ended an answer with these settings and is no part of its text.
+
+        A setting may name an ordinary token, such as a full stop, which is part of the text.
+        """
+        if "eos_token_id" not in settings:
+            return token in end_tokens(self.model)
+        ends = settings["eos_token_id"]
+        is_end = token in torch.as_tensor([] if ends is None else ends).flatten().tolist()
+        return is_end and token in self._encoder.control_tokens
 
     def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
         """The text of tokens, control tokens included, as it is."""
