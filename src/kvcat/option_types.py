@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
@@ -34,6 +34,33 @@ def _number(
     )
 
 
+def _group(value: Any, metavar: str = "") -> PrimitiveConstructorSpec[Any]:
+    """A tyro type for the values after a list option, of which there is at least one.
+
+    Without a value (``--keep $KEEP`` with an empty variable) the option would have no effect.
+
+    Args:
+        value: type of a value, with a tyro type or without.
+        metavar: name of a value, unless its tyro type has one.
+    """
+    kind, *specs = get_args(value) or (value,)
+    read_one = specs[0].instance_from_str if specs else lambda words: kind(words[0])
+    name = specs[0].metavar if specs else metavar
+
+    def read(words: list[str]) -> tuple[Any, ...]:
+        if not words:
+            raise ValueError("no value")
+        return tuple(read_one([word]) for word in words)
+
+    return PrimitiveConstructorSpec(
+        nargs="*",
+        metavar=f"[{name} [{name} ...]]",
+        instance_from_str=read,
+        is_instance=lambda values: isinstance(values, tuple),
+        str_from_instance=lambda values: [str(each) for each in values],
+    )
+
+
 Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 """``Unset[T]``: an option without a default value; its help says what happens without it."""
 Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="(required)")]
@@ -49,8 +76,8 @@ Seed = Annotated[
     _number(int, "INT>=0", lambda value: 0 <= value < 2**63),
     tyro.conf.arg(help="Seed of all random draws."),
 ]
-Strings = tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]]
-Files = tyro.conf.UseAppendAction[tuple[tuple[Path, ...], ...]]
+Strings = tyro.conf.UseAppendAction[tuple[Annotated[tuple[str, ...], _group(str, "STR")], ...]]
+Files = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Path, ...], _group(Path, "PATH")], ...]]
 SeamTokens = Annotated[
     int,
     tyro.conf.arg(
@@ -58,9 +85,9 @@ SeamTokens = Annotated[
         "behind the documents before it, 0 to 16."
     ),
 ]
-Fractions = tyro.conf.UseAppendAction[tuple[tuple[Fraction, ...], ...]]
-Counts = tyro.conf.UseAppendAction[tuple[tuple[Count, ...], ...]]
-Seeds = tyro.conf.UseAppendAction[tuple[tuple[Seed, ...], ...]]
+Fractions = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Fraction, ...], _group(Fraction)], ...]]
+Counts = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Count, ...], _group(Count)], ...]]
+Seeds = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Seed, ...], _group(Seed)], ...]]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
 OutputAddress = Annotated[str, tyro.conf.arg(aliases=["-o"])]
 Model = Annotated[

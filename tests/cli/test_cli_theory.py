@@ -45,6 +45,15 @@ def test_the_theorem_command_shows_one_network_exact_and_the_other_above_c(tmp_p
     assert "torch" in report["provenance"]
 
 
+def test_functions_and_lengths_may_be_named_one_by_one(tmp_path):
+    argv = ["--function", "parity", "--function", "mean", "--length", "3", "--out", str(tmp_path)]
+    assert run(["theory", "theorem", *argv]) == 0
+    assert [row["function"] for row in table(tmp_path / "theorem.csv")] == ["parity", "mean"]
+    argv = ["--scaling", "6", "--scaling", "4", "--length", "3", "--out", str(tmp_path)]
+    assert run(["theory", "histogram", *argv]) == 0
+    assert {row["longest"] for row in table(tmp_path / "scaling.csv")} == {"4", "6"}
+
+
 def test_budgets_are_functions_of_the_prefix_length():
     budgets = {"2": [1, 2, 2, 2, 2], "n-1": [0, 1, 2, 3, 4], "n/2": [0, 1, 1, 2, 2], "0": [0] * 5}
     assert {text: [parse_budget(text)(n) for n in range(1, 6)] for text in budgets} == budgets

@@ -79,6 +79,12 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress m --text t.txt -o c --max-kl -1", "--max-kl takes NATS>=0, not -1"),
         ("widen m -o .", "output folder . is not empty"),
         ("widen m -o wide --gguf-type q8_0", "--gguf-type is for a .gguf file, and wide is a"),
+        ("widen m -o w.gguf --dtype bfloat16", "--dtype is for a folder, and w.gguf is a .gguf"),
+        ("eval suffix m --out o --keep", "--keep takes [0<FRACTION<=1 [0<FRACTION<=1 ...]] (see"),
+        ("eval needle m --seed --out o", "--seed takes [INT>=0 [INT>=0 ...]] (see"),
+        ("eval ruler m --out o --task --length 9", "--task takes [STR [STR ...]] (see"),
+        ("generate m --cache t.txt --prompt x --stop", "--stop takes [STR [STR ...]] (see"),
+        ("theory theorem --function --out o", "--function takes [STR [STR ...]] (see"),
         (
             "compress m --text t.txt -o c --method gradient --supervision self",
             "gradient needs --supervision",
@@ -88,7 +94,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
         (
             "eval suffix m --keep 0.1 x --out o",
-            "--keep takes [0<FRACTION<=1 [0<FRACTION<=1 ...]], not 0.1 x "
+            "--keep takes [0<FRACTION<=1 [0<FRACTION<=1 ...]], not x "
             "(see kvcat eval suffix --help)",
         ),
         (
@@ -282,6 +288,62 @@ def test_a_file_that_a_command_reads_is_not_its_output(mistake, tmp_path):
         content = output.read_bytes()
         assert f"{output} is an input file" in mistake(*argv, "-o", output, "--overwrite")
         assert output.read_bytes() == content
+
+
+def test_the_files_of_a_model_are_not_replaced_but_other_files_in_its_folder_are(
+    tiny_folder, tmp_path, mistake
+):
+    model = shutil.copytree(tiny_folder, tmp_path / "model")
+    text = tmp_path / "t.txt"
+    text.write_text("the cat sees a red house")
+    corpus = tmp_path / "c.jsonl"
+    corpus.write_text('{"text": "the cat sees a red house"}\n')
+    cache = model / "cache.safetensors"
+    compress = ["compress", model, "--text", text, "--slots", 2, "--method", "snapkv"]
+    for _ in range(2):
+        assert run([str(word) for word in (*compress, "-o", cache, "--overwrite")]) == 0
+    for name in ("config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"):
+        content = (model / name).read_bytes()
+        for argv in (
+            compress,
+            ["budgets", model, "--corpus", corpus],
+            ["pack", model, "--cache", cache],
+        ):
+            message = mistake(*argv, "-o", model / name, "--overwrite")
+            assert f"{model / name} is a file of the model {model}" in message
+        assert (model / name).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("chat m --cache a --cache=b", "--cache is given 2 times; kvcat chat reads one"),
+        ("compress m --text a --text b -o c", "--text is given 2 times"),
+        (
+            "compress m --text a --protect-text b --protect_text c -o d",
+            "--protect-text is given 2 times",
+        ),
+        ("compress m --corpus a --corpus b -o c", "--corpus is given 2 times"),
+        ("generate m --store s --id a --id b --prompt x", "--id is given 2 times"),
+        ("serve m --store a --store b", "--store is given 2 times; kvcat serve reads one"),
+        ("budgets m --corpus a --corpus b -o c", "--corpus is given 2 times"),
+        ("eval profile m --data a --data b", "--data is given 2 times"),
+        ("train small --config a.toml --config b.toml", "--config is given 2 times"),
+    ],
+)
+def test_a_second_input_where_a_command_reads_one_is_rejected(line, message, mistake):
+    assert message in mistake(*shlex.split(line))
+
+
+def test_a_column_without_a_name_is_rejected(mistake, tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "A text.", "id": "a"}\n')
+    compress = ["compress", "kvcat-base", "--corpus", rows, "-o", tmp_path / "store"]
+    budgets = ["budgets", "kvcat-base", "--corpus", rows, "-o", tmp_path / "b.json"]
+    for argv in (compress, budgets):
+        for option in ("--text-column", "--id-column"):
+            assert "the name of a column is empty" in mistake(*argv, option, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 def test_columns_of_a_corpus_of_text_files_are_rejected(mistake, tmp_path):

@@ -126,7 +126,7 @@ def widen(
     output: opt.Output,
     head_dim: opt.Unset[int] = None,
     gguf_type: opt.Unset[Literal["float16", "float32", "q8_0"]] = None,
-    dtype: opt.Dtype = "float32",
+    dtype: opt.Unset[opt.Dtype] = None,
     budgets: opt.Unset[Path] = None,
     window: opt.Unset[opt.Count] = None,
     overwrite: opt.Overwrite = False,
@@ -142,6 +142,7 @@ def widen(
         output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
         head_dim: Head dimension to write; by default the next one that vLLM supports on a CPU.
         gguf_type: Data type of the matrices in a .gguf file; by default float16.
+        dtype: Data type of the weights in a folder; by default float32.
         budgets: File of `kvcat budgets --two-sizes`; writes vllm.json, with which vLLM holds the
             short layers in a window. By default all layers have equal room.
         window: With --budgets: tokens of that window, slots of the short layers, question and
@@ -154,6 +155,8 @@ def widen(
         raise InputError("--budgets is for vLLM: llama.cpp holds equally many cells in every layer")
     if gguf_type is not None and not is_gguf:
         raise InputError(f"--gguf-type is for a .gguf file, and {output} is a folder: give --dtype")
+    if dtype is not None and is_gguf:
+        raise InputError(f"--dtype is for a folder, and {output} is a .gguf file: give --gguf-type")
     if is_gguf:
         opt.check_output(output, overwrite=overwrite, sources=[model])
     else:
@@ -166,7 +169,7 @@ def widen(
     from kvcat.serving import layer_overrides, widen, write_gguf
 
     calibrated = None if budgets is None else load_budgets(budgets)
-    loaded, tokenizer = kvcat.load(model, dtype=dtype, tokenizer=not is_gguf)
+    loaded, tokenizer = kvcat.load(model, dtype=dtype or "float32", tokenizer=not is_gguf)
     overrides = None
     if calibrated is not None and window is not None:
         overrides = layer_overrides(loaded, calibrated, window)

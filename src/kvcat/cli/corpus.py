@@ -64,6 +64,7 @@ def compress_to_store(
         fill_store,
         left_out,
     )
+    from kvcat.corpus.sources import DEFAULT_ID_COLUMN, DEFAULT_TEXT_COLUMN
 
     settings = CorpusSettings(
         method=method,
@@ -77,7 +78,10 @@ def compress_to_store(
         seed=seed,
         check=check,
     )
-    columns = {"text_column": text_column or "text", "id_column": id_column or "id"}
+    columns = {
+        "text_column": DEFAULT_TEXT_COLUMN if text_column is None else text_column,
+        "id_column": DEFAULT_ID_COLUMN if id_column is None else id_column,
+    }
     files = corpus_files(corpus, **columns, store=output)
     check_store(output, {**settings.record(), "dtype": dtype}, shard_numbers)
     _show_left_out(left_out(corpus, files))

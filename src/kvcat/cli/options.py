@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -74,6 +75,14 @@ __all__ = [
     "parse",
 ]
 
+_MODEL_FILES = (
+    "*config*.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
+    "merges.txt", "chat_template*", "*.model", "model*.safetensors*", "pytorch_model*.bin*",
+)  # fmt: skip
+"""The files that loading a model's folder may read; an output may be next to them."""
+_INPUTS = ("cache", "config", "corpus", "data", "id", "protect_text", "store", "text")
+"""Arguments that name what a command reads."""
+
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
     """The result of calling a function or a dataclass with the arguments of a command line.
@@ -86,10 +95,26 @@ def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> 
         tyro.conf.PositionalMetavarFromFieldName,
         tyro.conf.FlagCreatePairsOff,
     )
+    _check_single_inputs(target, prog, arguments)
     if target.__doc__:
         target.__doc__ = _unwrapped(target.__doc__)
     with events.on_parse_error(_reject):
         return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
+
+
+def _check_single_inputs(target: Any, prog: str, arguments: Sequence[str]) -> None:
+    """Reject an input that is named twice where a command reads one: only the last would be read.
+
+    Settings may be given twice, and the last counts, so that a script's can be overridden.
+    """
+    for name, parameter in inspect.signature(target).parameters.items():
+        markers = getattr(parameter.annotation, "__metadata__", ())
+        if name not in _INPUTS or tyro.conf.UseAppendAction in markers:
+            continue
+        flag = f"--{name.replace('_', '-')}"
+        num_given = sum(word.partition("=")[0].replace("_", "-") == flag for word in arguments)
+        if num_given > 1:
+            raise InputError(f"{flag} is given {num_given} times; {prog} reads one")
 
 
 def _unwrapped(docstring: str) -> str:
@@ -158,7 +183,8 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
     Args:
         file: file to write.
         overwrite: the file may exist.
-        sources: what the command reads; files among them must not be replaced.
+        sources: what the command reads; files among them, and the files of models in folders among
+            them, must not be replaced.
     """
     if file.is_dir():
         raise InputError(f"{file} is a folder: name the file to write")
@@ -167,6 +193,10 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
     read = [Path(source).expanduser() for source in sources if source is not None]
     if file.exists() and any(path.is_file() and file.samefile(path) for path in read):
         raise InputError(f"{file} is an input file: name another output file")
+    is_of_model = any(fnmatch(file.name, pattern) for pattern in _MODEL_FILES)
+    for folder in read:
+        if file.exists() and is_of_model and file.parent.resolve() == folder.resolve():
+            raise InputError(f"{file} is a file of the model {folder}: name another output file")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 

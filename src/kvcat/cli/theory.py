@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from kvcat.errors import InputError, check_least
 from kvcat.files import atomic_write, make_folder, write_json
+from kvcat.option_types import Counts, Seed, Strings, flat
 from kvcat.provenance import provenance
 from kvcat.theory import theorem as t
 from kvcat.theory.definitions import (
@@ -31,6 +32,7 @@ from kvcat.theory.histogram import (
 )
 from kvcat.theory.optimum import budget_curve, definition_optimum, optimal_policy, scaling_curve
 
+_SCALING = (4, 8, 16, 32)
 _MOST_PAIRS = 1_000_000
 _MOST_SEQUENCES = 256
 _MOST_CONSTANT = 1e6
@@ -66,7 +68,7 @@ def histogram(
     *,
     symbols: int = 3,
     length: int = 8,
-    scaling: tuple[int, ...] = (4, 8, 16, 32),
+    scaling: Counts = (),
     out: Path = Path("out/theory/histogram"),
 ) -> None:
     """Build two transformers for the same histogram task, of which only one is compressible.
@@ -80,10 +82,10 @@ def histogram(
     Args:
         symbols: Size m of the alphabet.
         length: N, the longest sequence, prefix and suffix together.
-        scaling: Values of N for the growth curves, 3 to 256.
+        scaling: Values of N for the growth curves, 3 to 256; by default 4 8 16 32.
         out: Folder for tables and the plot.
     """
-    lengths = sorted(set(scaling))
+    lengths = sorted(set(flat(scaling) or _SCALING))
     _check_histogram_request(symbols, length, lengths)
     make_folder(out)
     checks = _verify_histograms(symbols, length)
@@ -139,13 +141,13 @@ def histogram(
 
 def theorem(
     *,
-    function: tuple[str, ...] = tuple(FUNCTIONS),
+    function: Strings = (),
     symbols: int = 2,
     length: int = 4,
     constant: float = 1.0,
     budget: str = "n-1",
     out: Path = Path("out/theory/theorem"),
-    seed: int = 0,
+    seed: Seed = 0,
 ) -> None:
     """Build both networks of the main theorem for a function and verify them.
 
@@ -156,7 +158,7 @@ def theorem(
     Example: kvcat theory theorem --function parity --symbols 2 --length 5 --budget 1
 
     Args:
-        function: Function f; may be given several times.
+        function: Functions f; by default all of them.
         symbols: Size m of the alphabet.
         length: N, the longest sequence, prefix and suffix together.
         constant: C > 0; the error of every policy must exceed it.
@@ -164,7 +166,7 @@ def theorem(
         out: Folder for the tables.
         seed: Seed of the random function.
     """
-    names = list(dict.fromkeys(function))
+    names = list(dict.fromkeys(flat(function) or FUNCTIONS))
     _check_theorem_request(names, symbols, length, constant)
     slots = parse_budget(budget)
     make_folder(out)

@@ -126,8 +126,8 @@ def corpus_files(
         store: address of the store that will hold the caches, which must not be in the folder.
 
     Raises:
-        InputError: no such source, a file of another kind, columns of text files, or no connection
-            to the Hub (within seconds).
+        InputError: no such source, a file of another kind, columns of text files, a column without
+            a name, or no connection to the Hub (within seconds).
     """
     if not source.strip():
         raise InputError("the name of the corpus is empty: name a folder, a file or hub:NAME")
@@ -145,6 +145,8 @@ def corpus_files(
             f"text files ({', '.join(SUFFIXES['text'])})"
         )
     columns = (text_column, id_column)
+    if not all(columns):
+        raise InputError("the name of a column is empty")
     has_table = any(file.kind != "text" for file in files)
     if files and not has_table and columns != (DEFAULT_TEXT_COLUMN, DEFAULT_ID_COLUMN):
         raise InputError(
