@@ -143,7 +143,10 @@ class Session:
 
     @property
     def next_logits(self) -> Float[Tensor, " vocab"]:
-        """Logits of the token that comes next.
+        """Logits of the token that comes next, as the last token was read.
+
+        Right after a compaction they are from the cache before it. ``generate`` reads the last
+        token again, over the compact cache, and may begin with another token than their argmax.
 
         Raises:
             InputError: no token was appended.
