@@ -138,7 +138,8 @@ def table(name: str) -> str:
         "price-router": partial(side_by_side, "price", "2026-11-27", SEPARATED, router=True),
     }
     body = special[name]() if name in special else comparison_table(comparison_of(name))
-    return f"{body}\n\n(`python runs/smollm2/tables.py {name}`)\n"
+    command = f"(`python runs/smollm2/tables.py {name}`)"
+    return f"{body}\n\n{textwrap.fill(command, 100, break_on_hyphens=False)}\n"
 
 
 def comparison_table(comparison: Comparison) -> str:
