@@ -1,6 +1,7 @@
 #!/bin/sh
 # Gain and price of KV-CAT by training tokens per parameter, on kvcat-base (708,960 parameters): the
-# paper's recipe (weight 1, whole sequences, 1e-4 to 5e-6) beside its control, on the same tokens.
+# paper's recipe (weight 1, whole sequences, 1e-4 to 5e-6) beside its control, on the same tokens of
+# the installed Python sources (those of constraints.txt).
 # Trains, judges and records one point after the other, in the order of QUEUE; if it is stopped, the
 # same command continues. A point at 10.6 tokens a parameter takes half an hour of an idle core for a
 # control, an hour or more for the others. `python runs/scale/tables.py` prints what came out.
@@ -15,9 +16,6 @@ mkdir -p "$OUT"
 
 python() { "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
-
-# the training text is tokenised once, so that all runs read the same tokens
-[ -e "$OUT/tokens/tokens.json" ] || kvcat prepare installed --model kvcat-base -o "$OUT/tokens"
 
 options() {
   case $1 in
@@ -47,7 +45,7 @@ grep -v '^#' "$QUEUE" | while read -r form per_parameter steps seed; do
   name=$form-$per_parameter
   folder=$OUT/$name-s$seed
   [ ! -e "$folder-judged/recorded" ] || continue
-  kvcat train small --model kvcat-base --data "$OUT/tokens" --output "$folder" $(options "$form") \
+  kvcat train small --model kvcat-base --output "$folder" $(options "$form") \
     --seq-len 1024 --batch-size 4 --max-steps "$steps" --warmup-steps $((steps * 3 / 200 + 1)) \
     --peak-lr 1e-4 --min-lr 5e-6 --seed "$seed" --validation-sequences 16 \
     --validation-every $((steps / 4 + 1)) --checkpoint-every 100 --log-every 10 --device "$DEVICE" \
