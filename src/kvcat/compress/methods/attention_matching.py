@@ -22,7 +22,7 @@ from kvcat.cache import (
 )
 from kvcat.compress.base import Compressor, compact_cache
 from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
-from kvcat.compress.calibration import MEASURED, CalibratedBudgets, load_budgets
+from kvcat.compress.calibration import CalibratedBudgets, load_budgets
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
@@ -35,7 +35,7 @@ from kvcat.errors import InputError
 from kvcat.options import check_options
 from kvcat.types import Float, Int, Tensor
 
-BUDGETS = ("equal", *MEASURED)
+BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 3e-3},
@@ -119,10 +119,9 @@ class AttentionMatching(_Options):
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
-            stream that they are added to, have a small sum: "adaptive" among the heads of all
-            layers, "layers" among the layers, whose heads then have equally many. A file of
-            `kvcat budgets` (``CalibratedBudgets``) allocates by the errors of other documents,
-            which saves the time of measuring this one's.
+            stream that they are added to, have a small sum: "adaptive", by errors that are measured
+            on the document. A file of `kvcat budgets` (``CalibratedBudgets``) allocates by the
+            errors of other documents, which saves the time of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
@@ -208,7 +207,7 @@ class AttentionMatching(_Options):
         allocations: list[dict[HeadIndex, int]] = []
         if calibrated is not None:
             allocations = [calibrated.allocate(prefix, size) for size in sizes]
-        is_measured = self.budgets in MEASURED
+        is_measured = self.budgets == "adaptive"
         curve_sizes: set[int] = set()
         if is_measured:
             curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
@@ -217,9 +216,8 @@ class AttentionMatching(_Options):
         if self.budgets == "equal":
             allocations = [dict.fromkeys(dense, size) for size in sizes]
         elif is_measured:
-            by_layer = self.budgets == "layers"
             allocations = [
-                share_out(curves, size, prefix.max_slots, by_layer=by_layer) for size in sizes
+                share_out(curves, size, prefix.max_slots, by_layer=False) for size in sizes
             ]
         return dense, allocations
 
