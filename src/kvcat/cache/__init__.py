@@ -22,14 +22,14 @@ from kvcat.cache.first_tokens import (
     first_slots,
     joined_first_ids,
     parse_first_ids,
-    positions_by_head,
 )
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
 from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
 from kvcat.cache.quantized import QuantizedLayer
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
-from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
+from kvcat.cache.heads import HeadGrid, HeadSlots
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.cache.states import LayerState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 
@@ -43,7 +43,8 @@ __all__ = [
     "CompactLayer",
     "Factors",
     "Grid",
-    "Head",
+    "HeadGrid",
+    "HeadSlots",
     "Layer",
     "LayerState",
     "PackedHead",
@@ -70,7 +71,6 @@ __all__ = [
     "layer_windows",
     "most_bytes_per_slot",
     "parse_first_ids",
-    "positions_by_head",
     "recurrent_layers",
     "rope_border",
     "rope_factors",

@@ -22,7 +22,7 @@ from kvcat.cache.files import (
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint_like
-from kvcat.cache.first_tokens import first_slots, of_examples, positions_by_head, same_documents
+from kvcat.cache.first_tokens import first_slots, of_examples, same_documents
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
@@ -138,7 +138,7 @@ class CompactCache:
         ordinary = self.ordinary_layers()
         layers = [quantized_layer(layer, wanted) for layer in ordinary]
         metadata = {**self.metadata, "bits": str(wanted)}
-        metadata |= first_slots([positions_by_head(layer) for layer in ordinary])
+        metadata |= first_slots([layer.heads() for layer in ordinary])
         return replace(self, layers=layers, metadata=metadata)
 
     def unpacked(self) -> "CompactCache":

@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 
-from kvcat.attention import Head
+from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
 Rows = Int[Tensor, " rows"] | list[int] | slice
 _COUNTED = ("keys", "values", "log_bias")
+_OF_SLOTS = (*_COUNTED, "positions")
 
 
 def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
@@ -55,6 +56,18 @@ class Slots:
     """The base class of all kinds of layers."""
 
     counts: Int[Tensor, "batch kv_heads"]
+
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example."""
+        raise NotImplementedError
+
+    def heads(self) -> HeadGrid:
+        """The slots of all heads, per example and KV head."""
+        num_examples, num_heads = self.counts.shape
+        return [
+            [self.head(example, head) for head in range(num_heads)]
+            for example in range(num_examples)
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by field name."""
@@ -127,10 +140,11 @@ class CompactLayer(Slots):
         """Slots of every head."""
         return torch.full(self.keys.shape[:2], self.keys.shape[2])
 
-    def head(self, example: int, head: int) -> Head:
-        """Keys, values and log-bias of one KV head of one example."""
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example."""
         bias = None if self.log_bias is None else self.log_bias[example, head]
-        return self.keys[example, head], self.values[example, head], bias
+        positions = None if self.positions is None else self.positions[example, head]
+        return HeadSlots(self.keys[example, head], self.values[example, head], bias, positions)
 
     def padded(self) -> "CompactLayer":
         """The layer itself."""
@@ -153,25 +167,17 @@ class CompactLayer(Slots):
         return CompactLayer(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     @staticmethod
-    def ragged(
-        keys: list[list[Tensor]],
-        values: list[list[Tensor]],
-        log_bias: list[list[Tensor]] | None = None,
-        positions: list[list[Tensor]] | None = None,
-    ) -> "Layer":
-        """A layer from single heads; ragged if they hold different numbers of slots.
+    def of_heads(heads: HeadGrid) -> "Layer":
+        """A layer from its heads; ragged if they hold different numbers of slots.
 
         Args:
-            keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
-            values, log_bias, positions: likewise; None: no log-bias, positions that are not known.
+            heads: per example and KV head, at least one slot each. If one of them has a log-bias,
+                that of the others is 0; the layer has positions if all heads have.
         """
-        states = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
-        flat = {}
-        for name, examples in states.items():
-            if examples is not None:
-                flat[name] = torch.cat([head for heads in examples for head in heads])
-        counts = torch.tensor([[len(head) for head in heads] for heads in keys])
-        return _layer(flat, counts)
+        flat = HeadSlots.joined([head for of_example in heads for head in of_example])
+        tensors = {name: getattr(flat, name) for name in _OF_SLOTS}
+        counts = torch.tensor([[len(head) for head in of_example] for of_example in heads])
+        return _layer({name: x for name, x in tensors.items() if x is not None}, counts)
 
 
 @dataclass(frozen=True)
@@ -207,14 +213,16 @@ class RaggedLayer(Slots):
         return self.keys.device
 
     @cached_property
-    def _heads(self) -> list[slice]:
+    def _places(self) -> list[slice]:
+        """The slots of every head, example by example."""
         return list(spans(self.counts.flatten().tolist()))
 
-    def head(self, example: int, head: int) -> Head:
-        """Keys, values and log-bias of one KV head of one example."""
-        slots = self._heads[example * self.counts.shape[1] + head]
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example."""
+        slots = self._places[example * self.counts.shape[1] + head]
         bias = None if self.log_bias is None else self.log_bias[slots]
-        return self.keys[slots], self.values[slots], bias
+        positions = None if self.positions is None else self.positions[slots]
+        return HeadSlots(self.keys[slots], self.values[slots], bias, positions)
 
     def padded(self) -> CompactLayer:
         """All heads with as many slots as the fullest; added slots have log-bias -inf."""

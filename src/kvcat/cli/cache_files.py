@@ -291,10 +291,10 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     key_channels = []
     value_channels = []
     for layer in cache.layers:  # which may have different numbers of heads and channels
-        keys, values, _ = layer.head(0, 0)
-        key_channels.append(keys.shape[-1])
-        value_channels.append(values.shape[-1])
-        num_channels = keys.shape[-1] + values.shape[-1]
+        first = layer.head(0, 0)
+        key_channels.append(first.keys.shape[-1])
+        value_channels.append(first.values.shape[-1])
+        num_channels = first.keys.shape[-1] + first.values.shape[-1]
         dense_bytes += layer.counts.numel() * num_tokens * num_channels * item_size
     dense_bytes += sum(state.nbytes for state in cache.states.values())
     settings = dict(cache.metadata)

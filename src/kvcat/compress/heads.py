@@ -8,6 +8,7 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from kvcat.cache import HeadSlots
 from kvcat.compress.attended import PastAttention
 from kvcat.compress.base import example_generators
 from kvcat.compress.head_attention import HeadBatch, take
@@ -113,10 +114,8 @@ class Heads:
 
     def _load(self, heads: list[HeadIndex], num_queries: int) -> HeadBatch:
         """The tensors of a group of heads with the first so many queries."""
-        states = [self.trace.head(*head) for head in heads]
-        keys = at_least_float32(torch.stack([keys for keys, _, _ in states]))
-        values = at_least_float32(torch.stack([values for _, values, _ in states]))
-        biases = [bias for _, _, bias in states if bias is not None]
+        slots = HeadSlots.stacked([self.trace.head(*head) for head in heads])
+        keys = slots.keys
         query_heads = query_heads_per_kv_head(self.trace, heads[0][0])
         num_heads, num_slots, key_dim = keys.shape
         # (heads, positions, query heads, channels), filled layer by layer
@@ -140,8 +139,8 @@ class Heads:
             ),
             log_later_mass=log_later_mass.flatten(1, 2),
             keys=keys,
-            values=values,
-            log_bias=at_least_float32(torch.stack(biases)) if biases else None,
+            values=slots.values,
+            log_bias=slots.log_bias,
             last_seen=self._last_seen(num_slots, num_queries, query_heads, num_heads, keys.device),
             fit_boost=_of_every_head(self.fitted.fit_boost.to(keys), query_heads, num_heads),
             past=self._past(heads, query_heads),

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.cache import CompactCache, CompactLayer, HeadSlots, Layer
 from kvcat.compress.ranges import Range, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
-from kvcat.types import Tensor
 
 
 def protecting(trace: Trace, ranges: Sequence[Any]) -> Trace:
@@ -96,37 +95,17 @@ def behind_protected(trace: Trace, index: int, others: Layer) -> Layer:
     """
     if not trace.protected:
         return others
-    fixed = protected_layer(trace, index)
+    fixed = protected_layer(trace, index).heads()
     slots_of_others = trace.other_slots(index)
-    keys: list[list[Tensor]] = []
-    values: list[list[Tensor]] = []
-    biases: list[list[Tensor]] = []
-    positions: list[list[Tensor]] = []
-    place = 0  # in the positions of a ragged layer
-    for example, counts in enumerate(others.counts.tolist()):
-        for rows in (keys, values, biases, positions):
-            rows.append([])
-        for head, count in enumerate(counts):
-            head_keys, head_values, bias = others.head(example, head)
-            keys[-1].append(torch.cat([fixed.keys[example, head], head_keys]))
-            values[-1].append(torch.cat([fixed.values[example, head], head_values]))
-            if bias is not None:
-                biases[-1].append(torch.cat([bias.new_zeros(trace.num_protected), bias]))
-            if others.positions is not None and fixed.positions is not None:
-                if isinstance(others, CompactLayer):
-                    kept = others.positions[example, head]
-                else:
-                    kept = others.positions[place : place + count]
-                    place += count
-                positions[-1].append(
-                    torch.cat([fixed.positions[example, head], slots_of_others[kept]])
-                )
-    return CompactLayer.ragged(
-        keys,
-        values,
-        biases if others.has_log_bias else None,
-        positions if others.positions is not None else None,
-    )
+    heads = []
+    for fixed_row, row in zip(fixed, others.heads(), strict=True):
+        of_example = []
+        for fixed_head, head in zip(fixed_row, row, strict=True):
+            if head.positions is not None:
+                head = replace(head, positions=slots_of_others[head.positions])
+            of_example.append(HeadSlots.joined([fixed_head, head]))
+        heads.append(of_example)
+    return CompactLayer.of_heads(heads)
 
 
 def without_protected(layer: Layer, num_protected: int) -> Layer:

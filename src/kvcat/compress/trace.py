@@ -13,7 +13,7 @@ from kvcat.cache import (
     CompactCache,
     CompactLayer,
     Factors,
-    Head,
+    HeadSlots,
     LayerState,
     document_digest,
     first_ids,
@@ -300,17 +300,16 @@ class Trace:
         exists = self.log_bias[layer] > -torch.inf
         return (exists.cumsum(-1) - 1).masked_fill(~exists, -1)
 
-    def head(self, layer: int, example: int, head: int) -> Head:
-        """The keys, values and log-bias of a head's prefix slots, without padding."""
+    def head(self, layer: int, example: int, head: int) -> HeadSlots:
+        """The slots of a head's prefix, without padding."""
         keys = self.keys[layer][example, head]
         values = self.values[layer][example, head]
         if self.log_bias is None:
-            return keys, values, None
+            return HeadSlots(keys, values)
         bias = self.log_bias[layer][example, head]
         exists = bias > -torch.inf
-        if bool(exists.all()):
-            return keys, values, bias
-        return keys[exists], values[exists], bias[exists]
+        slots = HeadSlots(keys, values, bias)
+        return slots if bool(exists.all()) else slots.kept(exists)
 
     def prefix_queries_from(self, start: int) -> Sequence[Float[Tensor, "batch _ queries _"]]:
         """The queries of all prefix positions from ``start`` on, per layer.

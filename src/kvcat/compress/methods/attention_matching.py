@@ -2,10 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import repeat
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from tqdm.auto import tqdm
@@ -14,8 +13,9 @@ from kvcat.cache import (
     Bits,
     CompactCache,
     CompactLayer,
+    HeadGrid,
+    HeadSlots,
     Layer,
-    PackedHead,
     QuantizedLayer,
     check_dims,
     first_slots,
@@ -33,7 +33,7 @@ from kvcat.compress.solvers import check_ridge
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.options import check_options
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Tensor
 
 BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -47,25 +47,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "budgets": "equal",
     },
 }
-
-
-class HeadFit(NamedTuple):
-    """The slots that a batch of KV heads keeps."""
-
-    slots: Int[Tensor, "heads slots"]  # positions in the prefix, ascending
-    values: Float[Tensor, "heads slots value_dim"]
-    log_bias: Float[Tensor, "heads slots"]  # nats
-
-    def split(self) -> Iterator["HeadFit"]:
-        """The slots of each head, without the dimension of heads."""
-        return map(HeadFit._make, zip(*self, strict=True))
-
-
-class SlotsOfHead(NamedTuple):
-    """The slots that one KV head keeps, and in few bits their keys and values."""
-
-    fit: HeadFit  # without the dimension of heads
-    packed: PackedHead | None
 
 
 @dataclass(frozen=True)
@@ -188,7 +169,7 @@ class AttentionMatching(_Options):
                     layer = behind_protected(trace, index, layer)
                 layers.append(layer)
             if bits is not None and not trace.past_len:
-                options |= _first_slots(trace, fits)
+                options |= first_slots([_grid(fits, index, keys) for index, keys in enumerate(trace.keys)])
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _heads(self, trace: Trace) -> Heads:
@@ -227,11 +208,11 @@ class AttentionMatching(_Options):
         dense: Mapping[HeadIndex, DenseAttention],
         slots_of_heads: Mapping[HeadIndex, int],
         bits: Bits | None,
-    ) -> dict[HeadIndex, SlotsOfHead]:
+    ) -> dict[HeadIndex, HeadSlots]:
         """The slots that every head keeps."""
-        fits: dict[HeadIndex, SlotsOfHead] = {}
+        fits: dict[HeadIndex, HeadSlots] = {}
         for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
-            group_fit, rounded = _match(
+            slots, rounded = _match(
                 heads.load_fitted(group),
                 DenseAttention.stack([dense[head] for head in group]),
                 slots_of_heads[group[0]],
@@ -240,8 +221,13 @@ class AttentionMatching(_Options):
                 log_bias=self.log_bias,
                 bits=bits,
             )
-            packed = repeat(None, len(group)) if rounded is None else rounded.split()
-            of_heads = map(SlotsOfHead, group_fit.split(), packed)
+            of_heads = list(slots.split())
+            if rounded is not None:
+                codes = rounded.split()
+                of_heads = [
+                    replace(head, codes=of_head)
+                    for head, of_head in zip(of_heads, codes, strict=True)
+                ]
             fits.update(zip(group, of_heads, strict=True))
         return fits
 
@@ -254,8 +240,8 @@ def match_attention(
     num_iters: int | None = None,
     ridge: float | None = 0.05,
     log_bias: bool = True,
-) -> HeadFit:
-    """Positions, values and log-bias of the slots of a batch of KV heads.
+) -> HeadSlots:
+    """The slots of a batch of KV heads, in at least float32, with their positions in the prefix.
 
     Args:
         batch: keys, values, queries and their weights.
@@ -263,10 +249,10 @@ def match_attention(
         num_slots: slots per head; heads that have no more slots keep all of them unchanged.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
     """
-    fit, _ = _match(
+    slots, _ = _match(
         batch, dense, num_slots, num_iters=num_iters, ridge=ridge, log_bias=log_bias, bits=None
     )
-    return fit
+    return slots
 
 
 def _match(
@@ -278,7 +264,7 @@ def _match(
     ridge: float | None,
     log_bias: bool,
     bits: Bits | None,
-) -> tuple[HeadFit, RoundedHeads | None]:
+) -> tuple[HeadSlots, RoundedHeads | None]:
     """As ``match_attention``; with ``bits``, keys and values in few bits as well.
 
     The keys are rounded before the fit and the values after it, also where all slots are kept.
@@ -286,15 +272,17 @@ def _match(
     num_heads, prefix_len, _ = batch.keys.shape
     if num_slots >= prefix_len and bits is None:
         every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
-        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0])), None
+        no_bias = torch.zeros_like(batch.keys[..., 0])
+        return HeadSlots(batch.keys, batch.values, no_bias, every_slot), None
     slots = dense.first_slots(num_slots)
+    keys = take(batch.keys, slots)
     slot_values = take(batch.values, slots)
     rounded_keys = None
     if bits is not None:
         weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
-        rounded_keys = round_keys_together(take(batch.keys, slots), weighted_queries, bits)
-    kept_keys = None if rounded_keys is None else rounded_keys.numbers
-    scores = batch.scores(slots=slots, keys=kept_keys)  # (heads, fitted queries, slots)
+        rounded_keys = round_keys_together(keys, weighted_queries, bits)
+        keys = rounded_keys.numbers
+    scores = batch.scores(slots=slots, keys=keys)  # (heads, fitted queries, slots)
     outputs = dense.outputs
     if batch.last_seen is not None:
         sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
@@ -304,63 +292,52 @@ def _match(
         scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
     )
     if bits is None or rounded_keys is None:
-        return HeadFit(slots, values, bias), None
+        return HeadSlots(keys, values, bias, slots), None
     rounded_values = round_values_together(values, attention, bits)
-    fit = HeadFit(slots, rounded_values.numbers, bias)
+    fit = HeadSlots(keys, rounded_values.numbers, bias, slots)
     return fit, RoundedHeads(rounded_keys, rounded_values)
 
 
-def _first_slots(trace: Trace, fits: Mapping[HeadIndex, SlotsOfHead]) -> dict[str, str]:
-    """Which first tokens have a slot, for caches whose layers do not know positions."""
-    layers = []
-    for index, keys in enumerate(trace.keys):
-        num_examples, num_heads = keys.shape[:2]
-        by_example = [
-            [fits[index, example, head].fit.slots for head in range(num_heads)]
-            for example in range(num_examples)
-        ]
-        layers.append(by_example)
-    return first_slots(layers)
+def _grid(fits: Mapping[HeadIndex, HeadSlots], index: int, keys: Tensor) -> HeadGrid:
+    """The heads of one layer, which has these keys, per example and KV head."""
+    num_examples, num_heads = keys.shape[:2]
+    return [
+        [fits[index, example, head] for head in range(num_heads)] for example in range(num_examples)
+    ]
 
 
 def _layer(
     trace: Trace,
     index: int,
-    fits: Mapping[HeadIndex, SlotsOfHead],
+    fits: Mapping[HeadIndex, HeadSlots],
     *,
     log_bias: bool,
     bits: Bits | None,
 ) -> Layer | QuantizedLayer:
-    """One layer's kept keys with the values and the log-bias that were fitted to them."""
-    num_examples, num_heads = trace.keys[index].shape[:2]
-    keys: list[list[Tensor]] = []
-    values: list[list[Tensor]] = []
-    biases: list[list[Tensor]] = []
-    positions: list[list[Tensor]] = []
-    for example in range(num_examples):
-        for row in (keys, values, biases, positions):
-            row.append([])
-        for head in range(num_heads):
-            fit = fits[index, example, head].fit
-            head_keys, _, earlier_bias = trace.head(index, example, head)
-            bias = fit.log_bias
+    """One layer from the fitted slots of its heads.
+
+    Args:
+        trace: of the prefix, without protected slots.
+        index: of the layer.
+        fits: slots of every head, their log-bias without that from an earlier compression.
+        log_bias: whether the method fits one.
+        bits: of quantised slots; None: they are not quantised.
+    """
+    dtype = trace.keys[index].dtype
+    heads: HeadGrid = []
+    for example, row in enumerate(_grid(fits, index, trace.keys[index])):
+        of_example = []
+        for head, fit in enumerate(row):
+            earlier_bias = trace.head(index, example, head).log_bias
+            bias = fit.log_bias if log_bias else None
             if earlier_bias is not None:
-                bias = bias + earlier_bias[fit.slots]
-            keys[-1].append(head_keys[fit.slots])
-            values[-1].append(fit.values.to(head_keys.dtype))
-            biases[-1].append(bias)
-            positions[-1].append(fit.slots)
-    has_bias = log_bias or trace.log_bias is not None
+                bias = fit.bias_or_zeros() + earlier_bias[fit.positions]
+            slots = replace(fit.to(dtype), log_bias=bias)
+            of_example.append(replace(slots, positions=None) if trace.past_len else slots)
+        heads.append(of_example)
     if bits is not None:
-        packed: Any = [
-            [fits[index, example, head].packed for head in range(num_heads)]
-            for example in range(num_examples)
-        ]
-        dtype = trace.keys[index].dtype
-        return QuantizedLayer.of_heads(packed, biases if has_bias else None, bits, dtype)
-    return CompactLayer.ragged(
-        keys, values, biases if has_bias else None, None if trace.past_len else positions
-    )
+        return QuantizedLayer.of_heads(heads, bits, dtype)
+    return CompactLayer.of_heads(heads)
 
 
 def _check_budget_file(budgets: str) -> None:
