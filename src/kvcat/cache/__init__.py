@@ -3,12 +3,12 @@
 from kvcat.cache.adapters import check_no_adapters
 from kvcat.cache.codes import (
     BITS,
-    Bits,
     Grid,
     PackedHead,
     check_dims,
     key_groups,
     most_bytes_per_slot,
+    parse_bits,
     round_values,
 )
 from kvcat.cache.compact import CompactCache, slot_facts
@@ -38,7 +38,6 @@ __all__ = [
     "CACHE_NAME",
     "FIRST_IDS",
     "FIRST_SLOTS",
-    "Bits",
     "CompactCache",
     "CompactLayer",
     "Factors",
@@ -69,6 +68,7 @@ __all__ = [
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",
+    "parse_bits",
     "parse_first_ids",
     "positions_by_head",
     "recurrent_layers",

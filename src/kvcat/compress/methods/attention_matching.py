@@ -11,7 +11,6 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import (
-    Bits,
     CompactCache,
     CompactLayer,
     Layer,
@@ -151,7 +150,7 @@ class AttentionMatching(_Options):
         return self._compress(trace, sizes, None)
 
     def compress_quantized(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits
+        self, trace: Trace, sizes: Sequence[int], bits: int
     ) -> Iterator[CompactCache]:
         """The caches in few bits.
 
@@ -163,7 +162,7 @@ class AttentionMatching(_Options):
 
     @torch.no_grad()
     def _compress(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits | None
+        self, trace: Trace, sizes: Sequence[int], bits: int | None
     ) -> Iterator[CompactCache]:
         if not sizes:
             return
@@ -226,7 +225,7 @@ class AttentionMatching(_Options):
         heads: Heads,
         dense: Mapping[HeadIndex, DenseAttention],
         slots_of_heads: Mapping[HeadIndex, int],
-        bits: Bits | None,
+        bits: int | None,
     ) -> dict[HeadIndex, SlotsOfHead]:
         """The slots that every head keeps."""
         fits: dict[HeadIndex, SlotsOfHead] = {}
@@ -277,7 +276,7 @@ def _match(
     num_iters: int | None,
     ridge: float | None,
     log_bias: bool,
-    bits: Bits | None,
+    bits: int | None,
 ) -> tuple[HeadFit, RoundedHeads | None]:
     """As ``match_attention``; with ``bits``, keys and values in few bits as well.
 
@@ -329,7 +328,7 @@ def _layer(
     fits: Mapping[HeadIndex, SlotsOfHead],
     *,
     log_bias: bool,
-    bits: Bits | None,
+    bits: int | None,
 ) -> Layer | QuantizedLayer:
     """One layer's kept keys with the values and the log-bias that were fitted to them."""
     num_examples, num_heads = trace.keys[index].shape[:2]
