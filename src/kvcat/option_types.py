@@ -70,7 +70,7 @@ Fraction = Annotated[float, _number(float, "0<FRACTION<=1", lambda value: 0 < va
 Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
 Megabytes = Annotated[float, _number(float, "MB>0", lambda value: 0 < value < 1e12)]
 Protect = Literal["system"]
-CacheBits = Literal["auto", "16", "8", "8/4", "4"]
+CacheBits = Literal["auto", "16", "8", "4"]
 Seed = Annotated[
     int,
     _number(int, "INT>=0", lambda value: 0 <= value < 2**63),

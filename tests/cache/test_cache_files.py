@@ -176,8 +176,8 @@ DAMAGED_TENSORS = [
 DEEP = "[" * 100_000
 DAMAGED_ENTRIES = [
     (
-        {"format": "kvcat-compact-cache-3"},
-        "has format 3; this version of kvcat reads 2, 3 and 4$",
+        {"format": "kvcat-compact-cache-2"},
+        "has format 2, and .* reads 5: make the cache again with `kvcat compress`$",
     ),
     ({"format": "pt"}, "is not a compact cache of kvcat"),
     ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),

@@ -3,12 +3,12 @@
 from kvcat.cache.adapters import check_no_adapters
 from kvcat.cache.codes import (
     BITS,
-    Bits,
     Grid,
     PackedHead,
     check_dims,
     key_groups,
     most_bytes_per_slot,
+    parse_bits,
     round_values,
 )
 from kvcat.cache.compact import CompactCache, slot_facts
@@ -24,11 +24,11 @@ from kvcat.cache.first_tokens import (
     parse_first_ids,
 )
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
+from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
 from kvcat.cache.quantized import QuantizedLayer
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
-from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.cache.states import LayerState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
@@ -38,7 +38,6 @@ __all__ = [
     "CACHE_NAME",
     "FIRST_IDS",
     "FIRST_SLOTS",
-    "Bits",
     "CompactCache",
     "CompactLayer",
     "Factors",
@@ -70,6 +69,7 @@ __all__ = [
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",
+    "parse_bits",
     "parse_first_ids",
     "recurrent_layers",
     "rope_border",

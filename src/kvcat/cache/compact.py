@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache.codes import Bits
+from kvcat.cache.codes import parse_bits
 from kvcat.cache.files import (
     CACHE,
     STATES,
@@ -105,7 +105,7 @@ class CompactCache:
         return any(layer.has_log_bias for layer in self.layers)
 
     @property
-    def bits(self) -> Bits | None:
+    def bits(self) -> int | None:
         """Bits of keys and values in packed codes; None for a cache in ordinary numbers."""
         first = self.layers[0]
         return first.bits if isinstance(first, QuantizedLayer) else None
@@ -116,7 +116,7 @@ class CompactCache:
         first = self.layers[0]
         return first.dtype if isinstance(first, QuantizedLayer) else first.keys.dtype
 
-    def quantize(self, bits: int | str | Bits) -> "CompactCache":
+    def quantize(self, bits: int | str) -> "CompactCache":
         """The cache in few bits: packed codes, with scales in half precision.
 
         Every number is rounded to the nearest code; the first slot of each head and the log-bias
@@ -124,13 +124,13 @@ class CompactCache:
         it knows the bits before it fits (``kvcat.compress.Quantized``).
 
         Args:
-            bits: 8 or 4; for keys and values of different bits a text such as "8/4".
+            bits: 8 or 4.
 
         Raises:
             InputError: other bits, a cache that is in few bits already, heads whose codes do not
                 fill whole bytes, or numbers beyond half precision.
         """
-        wanted = Bits.parse(bits)
+        wanted = parse_bits(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
         if "protected" in self.metadata or "protected_later" in self.metadata:

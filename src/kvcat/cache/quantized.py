@@ -12,7 +12,6 @@ import torch
 from kvcat.cache.codes import (
     HALF,
     KEY_GROUP,
-    Bits,
     Grid,
     PackedHead,
     check_dims,
@@ -61,14 +60,14 @@ class QuantizedLayer(Slots):
     value_codes: UInt8[Tensor, "packed value_bytes"]
     value_scales: Float[Tensor, "packed value_groups"]
     value_offsets: Float[Tensor, "packed value_groups"]
-    bits: Bits
+    bits: int
     key_group: int
     dtype: torch.dtype
     half_bias: Float[Tensor, " total_slots"] | None = None
 
     @staticmethod
     def of_heads(
-        heads: HeadGrid, bits: Bits, dtype: torch.dtype, group: int = KEY_GROUP
+        heads: HeadGrid, bits: int, dtype: torch.dtype, group: int = KEY_GROUP
     ) -> "QuantizedLayer":
         """A layer from its heads, which have codes, per example and KV head.
 
@@ -83,10 +82,10 @@ class QuantizedLayer(Slots):
             counts=torch.tensor(counts, dtype=torch.int32),
             first_keys=_as_half(torch.stack([head.first_key for head in codes])),
             first_values=_as_half(torch.stack([head.first_value for head in codes])),
-            key_codes=pack(torch.cat([head.key_codes for head in codes]), bits.keys),
+            key_codes=pack(torch.cat([head.key_codes for head in codes]), bits),
             key_scales=torch.cat([head.key_grid.scales for head in codes]),
             key_offsets=torch.cat([head.key_grid.offsets for head in codes]),
-            value_codes=pack(torch.cat([head.value_codes for head in codes]), bits.values),
+            value_codes=pack(torch.cat([head.value_codes for head in codes]), bits),
             value_scales=torch.cat([head.value_grid.scales for head in codes]),
             value_offsets=torch.cat([head.value_grid.offsets for head in codes]),
             half_bias=_bias_as_half(torch.cat(biases)) if biases else None,
@@ -171,9 +170,9 @@ class QuantizedLayer(Slots):
         key_grid = Grid(self.key_scales[groups], self.key_offsets[groups])
         grid_of_slot = Grid(*(tensor[group_of_slot] for tensor in key_grid))
         precise = torch.promote_types(self.dtype, torch.float32)
-        keys = grid_of_slot.numbers(unpack(self.key_codes[packed], self.bits.keys), precise)
+        keys = grid_of_slot.numbers(unpack(self.key_codes[packed], self.bits), precise)
 
-        value_codes = unpack(self.value_codes[packed], self.bits.values)
+        value_codes = unpack(self.value_codes[packed], self.bits)
         by_group = value_codes.unflatten(-1, (self.value_scales.shape[1], -1))
         value_grid = Grid(
             self.value_scales[packed].unsqueeze(-1), self.value_offsets[packed].unsqueeze(-1)
@@ -212,7 +211,7 @@ class QuantizedLayer(Slots):
         return replace(self, **selected, counts=self.counts[chosen])
 
 
-def quantized_layer(layer: CompactLayer | RaggedLayer, bits: Bits) -> QuantizedLayer:
+def quantized_layer(layer: CompactLayer | RaggedLayer, bits: int) -> QuantizedLayer:
     """A layer in few bits, every number rounded to the nearest code.
 
     Raises:
@@ -227,7 +226,7 @@ def quantized_layer(layer: CompactLayer | RaggedLayer, bits: Bits) -> QuantizedL
 
 
 def quantized_problem(
-    tensors: dict[str, Tensor], bits: Bits, key_group: int, num_tokens: int
+    tensors: dict[str, Tensor], bits: int, key_group: int, num_tokens: int
 ) -> str | None:
     """What is wrong with the tensors of a layer in few bits; None if nothing is."""
     missing = set(QUANTIZED_TENSORS) - {"half_bias"} - set(tensors)
@@ -251,7 +250,7 @@ def quantized_problem(
     return None
 
 
-def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: dict[str, Tensor], bits: int, key_group: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's tensors, from its counts and its first slots."""
     counts = tensors["counts"].flatten().tolist()
     num_heads = len(counts)
@@ -263,8 +262,8 @@ def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str,
     return {
         "first_keys": (num_heads, head_dim),
         "first_values": (num_heads, value_dim),
-        "key_codes": (num_packed, head_dim * bits.keys // 8),
-        "value_codes": (num_packed, value_dim * bits.values // 8),
+        "key_codes": (num_packed, head_dim * bits // 8),
+        "value_codes": (num_packed, value_dim * bits // 8),
         "key_scales": (num_groups, head_dim),
         "key_offsets": (num_groups, head_dim),
         "value_scales": (num_packed, num_value_groups),

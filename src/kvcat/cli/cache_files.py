@@ -191,8 +191,7 @@ def _numbers(cache: "CompactCache") -> str:
     """How a cache holds its numbers: their type, or the bits of their codes."""
     if cache.bits is None:
         return str(cache.dtype)
-    keys, values = cache.bits
-    return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
+    return f"keys and values in {cache.bits} bits, unpacked to {cache.dtype}"
 
 
 def info(file: opt.Several[str], /, id: opt.Unset[str] = None) -> None:

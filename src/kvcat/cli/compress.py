@@ -74,8 +74,8 @@ def compress(
         max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
         mb: Instead of --keep: largest size of keys, values, scales and log-bias in millions of
             bytes; chooses slots and, unless --bits is given, bits.
-        bits: Bits of keys and values; 8/4: keys in 8, values in 4; 16: the type of the model; auto:
-            16 or, with --mb, as few as are best for that size.
+        bits: Bits of keys and values; 16: the type of the model; auto: 16 or, with --mb, as few as
+            are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
             depend on the length (LongRoPE), or with sliding windows, need it.

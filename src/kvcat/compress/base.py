@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from kvcat.attention.mass import attention_mass
-from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer, slot_facts
+from kvcat.cache import CompactCache, CompactLayer, Layer, QuantizedLayer, slot_facts
 from kvcat.compress.protection import (
     behind_protected,
     check_protected,
@@ -123,7 +123,7 @@ class Compressor(ABC):
         """The compact caches for several numbers of slots, in their order."""
 
     def compress_quantized(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits
+        self, trace: Trace, sizes: Sequence[int], bits: int
     ) -> Iterator[CompactCache]:
         """The compact caches in few bits; here every number is rounded at the end.
 

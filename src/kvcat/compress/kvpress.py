@@ -15,7 +15,7 @@ import torch
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CompactCache, CompactLayer, Layer, cache_argument, held_factors
+from kvcat.cache import CompactCache, CompactLayer, HeadSlots, Layer, cache_argument, held_factors
 from kvcat.compress.base import Compressor, compact_cache, example_generators
 from kvcat.compress.press_arguments import as_kvpress_expects
 from kvcat.compress.press_queries import checked_queries
@@ -143,13 +143,12 @@ def _joined_layers(examples: list[list[KeptHeads]]) -> list[Layer]:
     """The layers of a cache, from the slots that each example keeps in each layer."""
     layers = []
     for kept_of_examples in zip(*examples, strict=True):
-        keys = [kept.keys for kept in kept_of_examples]
-        values = [kept.values for kept in kept_of_examples]
-        if not all(len(head) for heads in keys for head in heads):
+        heads = [list(map(HeadSlots, kept.keys, kept.values)) for kept in kept_of_examples]
+        if not all(len(head) for of_example in heads for head in of_example):
             raise InputError(
                 "the press leaves a head without slots: keep more slots, or set its lower bound"
             )
-        layers.append(CompactLayer.ragged(keys, values))
+        layers.append(CompactLayer.of_heads(heads))
     return layers
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from kvcat.cache import Bits, CompactCache, check_dims, most_bytes_per_slot
+from kvcat.cache import CompactCache, check_dims, most_bytes_per_slot
 from kvcat.compress.base import Compressor
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -25,7 +25,7 @@ class Quantized(Compressor):
     """
 
     method: Compressor
-    bits: Bits
+    bits: int
 
     @property
     def draws(self) -> bool:
@@ -74,21 +74,21 @@ class Quantized(Compressor):
             yield self.snapshots(trace, keep_ratio=keep_ratio)
 
 
-def _check_not_protected(trace: Trace, bits: Bits) -> None:
+def _check_not_protected(trace: Trace, bits: int) -> None:
     """Raise an ``InputError`` for protected slots, which few bits would round."""
     if trace.protected:
         raise InputError(f"protected slots are exact, not in {bits} bits: leave out bits")
 
 
 def slots_and_bits(
-    trace: Trace, num_bytes: int, choices: Sequence[Bits | None] | None = None
-) -> tuple[int, Bits | None]:
+    trace: Trace, num_bytes: int, choices: Sequence[int | None] | None = None
+) -> tuple[int, int | None]:
     """The number of slots per head, and their bits, with which a cache has at most so many bytes.
 
     Without ``choices`` a cache has 4 bits if it has at least 8.5 times fewer bytes than a dense
     cache in 16 bits, else 8. On SmolLM2-135M, more slots in 4 bits were closer to the dense cache
-    than fewer in 8 bits at 16 and 24 times fewer bytes, level at 8.5, and behind at 4.6; keys in 8
-    and values in 4 bits were nowhere ahead (docs/log.md).
+    than fewer in 8 bits at 16 and 24 times fewer bytes, level at 8.5, and behind at 4.6
+    (docs/log.md).
 
     Args:
         trace: of the prefix.
@@ -103,7 +103,7 @@ def slots_and_bits(
     of_slots = num_bytes - state_bytes
     dense_bytes = sum(2 * states.numel() for states in (*trace.keys, *trace.values))
     is_small = dense_bytes >= _LEAST_FEWER_OF_4_BITS * of_slots
-    tried = [Bits(4, 4) if is_small else Bits(8, 8)] if choices is None else list(choices)
+    tried = [4 if is_small else 8] if choices is None else list(choices)
     sizes = [(_slots_within(trace, of_slots, bits), bits) for bits in tried]
     not_whole = [(slots, bits) for slots, bits in sizes if slots < trace.max_slots]
     slots, bits = not_whole[0] if not_whole else sizes[-1]
@@ -113,7 +113,7 @@ def slots_and_bits(
     return min(slots, trace.max_slots), bits
 
 
-def _slots_within(trace: Trace, num_bytes: int, bits: Bits | None) -> int:
+def _slots_within(trace: Trace, num_bytes: int, bits: int | None) -> int:
     """Slots per head that fit into a number of bytes, also if those with the most channels get most
     of the slots.
     """

@@ -141,7 +141,10 @@ def first_slot_facts(cache: CompactCache) -> dict[str, str]:
         every_token = torch.arange(cache.num_tokens)
         grids = [layer.heads() for layer in cache.ordinary_layers()]
         recorded = first_slots(
-            [[[replace(head, positions=every_token) for head in row] for row in grid] for grid in grids]
+            [
+                [[replace(head, positions=every_token) for head in row] for row in grid]
+                for grid in grids
+            ]
         )
     return recorded
 

@@ -10,7 +10,6 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import (
-    Bits,
     CompactCache,
     CompactLayer,
     HeadGrid,
@@ -132,7 +131,7 @@ class AttentionMatching(_Options):
         return self._compress(trace, sizes, None)
 
     def compress_quantized(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits
+        self, trace: Trace, sizes: Sequence[int], bits: int
     ) -> Iterator[CompactCache]:
         """The caches in few bits.
 
@@ -144,7 +143,7 @@ class AttentionMatching(_Options):
 
     @torch.no_grad()
     def _compress(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits | None
+        self, trace: Trace, sizes: Sequence[int], bits: int | None
     ) -> Iterator[CompactCache]:
         if not sizes:
             return
@@ -169,7 +168,9 @@ class AttentionMatching(_Options):
                     layer = behind_protected(trace, index, layer)
                 layers.append(layer)
             if bits is not None and not trace.past_len:
-                options |= first_slots([_grid(fits, index, keys) for index, keys in enumerate(trace.keys)])
+                options |= first_slots(
+                    [_grid(fits, index, keys) for index, keys in enumerate(trace.keys)]
+                )
             yield compact_cache(trace, layers, "attention-matching", options)
 
     def _heads(self, trace: Trace) -> Heads:
@@ -207,7 +208,7 @@ class AttentionMatching(_Options):
         heads: Heads,
         dense: Mapping[HeadIndex, DenseAttention],
         slots_of_heads: Mapping[HeadIndex, int],
-        bits: Bits | None,
+        bits: int | None,
     ) -> dict[HeadIndex, HeadSlots]:
         """The slots that every head keeps."""
         fits: dict[HeadIndex, HeadSlots] = {}
@@ -263,7 +264,7 @@ def _match(
     num_iters: int | None,
     ridge: float | None,
     log_bias: bool,
-    bits: Bits | None,
+    bits: int | None,
 ) -> tuple[HeadSlots, RoundedHeads | None]:
     """As ``match_attention``; with ``bits``, keys and values in few bits as well.
 
@@ -312,7 +313,7 @@ def _layer(
     fits: Mapping[HeadIndex, HeadSlots],
     *,
     log_bias: bool,
-    bits: Bits | None,
+    bits: int | None,
 ) -> Layer | QuantizedLayer:
     """One layer from the fitted slots of its heads.
 
