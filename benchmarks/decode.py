@@ -17,7 +17,7 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
 
 import kvcat.attention  # noqa: F401 (registers the attention function)
-from kvcat.cache import CompactCache, CompactLayer, cache_argument, fingerprint
+from kvcat.cache import CompactCache, CompactLayer, HeadSlots, cache_argument, fingerprint
 from kvcat.errors import run_script
 
 NEW = 32
@@ -55,12 +55,13 @@ def compact(
         keys, values = (torch.randn(1, 2, slots, 64).to(dtype) for _ in range(2))
         if kind == "ragged":
             counts = (slots // 2, 2 * slots - slots // 2)
-            made = CompactLayer.ragged(
-                [[torch.randn(n, 64).to(dtype) for n in counts]],
-                [[torch.randn(n, 64).to(dtype) for n in counts]],
-                [[torch.randn(n) for n in counts]],
-            )
-            layers.append(made)
+            heads = [
+                HeadSlots(
+                    torch.randn(n, 64).to(dtype), torch.randn(n, 64).to(dtype), torch.randn(n)
+                )
+                for n in counts
+            ]
+            layers.append(CompactLayer.of_heads([heads]))
         else:
             layers.append(
                 CompactLayer(keys, values, None if kind == "plain" else torch.randn(1, 2, slots))

@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, HeadSlots
 from kvcat.compress import (
     AttentionMatching,
     Trace,
@@ -99,8 +99,8 @@ class Original:
                     )
                     for k, v, q in heads
                 ]
-                keys, bias, fitted = ([[fit[field] for fit in fits]] for field in range(3))
-                layers.append(CompactLayer.ragged(keys, fitted, bias, None))
+                slots = [HeadSlots(keys, fitted, bias) for keys, bias, fitted, *_ in fits]
+                layers.append(CompactLayer.of_heads([slots]))
             yield CompactCache(layers, trace.prefix_len, trace.fingerprint)
 
 
@@ -178,11 +178,10 @@ class GRKV:
             layers = []
             for index, layer in enumerate(start.layers):
                 updated = [
-                    self._update(trace, queries[index][head], index, head, *layer.head(0, head)[:2])
-                    for head in range(layer.counts.shape[1])
+                    self._update(trace, queries[index][head], index, head, slots.keys, slots.values)
+                    for head, slots in enumerate(layer.heads()[0])
                 ]
-                keys, values = ([list(states)] for states in zip(*updated, strict=True))
-                layers.append(CompactLayer.ragged(keys, values))
+                layers.append(CompactLayer.of_heads([[HeadSlots(*states) for states in updated]]))
             yield compact_cache(trace, layers, "grkv", {})
 
     def _queries(self, trace: Trace) -> list[Float[Tensor, "kv_heads queries head_dim"]]:
@@ -210,7 +209,8 @@ class GRKV:
         values: Float[Tensor, "slots value_dim"],
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one head after the regression."""
-        all_keys, all_values, _ = trace.head(layer, 0, head)
+        whole = trace.head(layer, 0, head)
+        all_keys, all_values = whole.keys, whole.values
         targets = torch.softmax(queries @ all_keys.T, -1) @ all_values
         weight = self.TOTAL_WEIGHT / self.NUM_QUERIES
         is_last_key = (keys.unsqueeze(1) == all_keys[-self.FIXED :]).all(-1)  # (slots, FIXED)

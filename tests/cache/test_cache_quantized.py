@@ -24,7 +24,7 @@ from kvcat.cache import (
 )
 from kvcat.cache.codes import most_bytes_per_slot, pack, unpack
 from kvcat.errors import InputError
-from tiny import loud_model, refusal
+from tiny import layer_of, loud_model, refusal
 
 PREFIX = 200
 COUNTS = [[1, 5], [130, 2]]  # example, head
@@ -39,7 +39,7 @@ def ragged_layer(seed=0, dim=8, counts=COUNTS):
     for index, dims in enumerate(((dim,), (dim,), ())):
         rows = [[random_states(n, *dims, seed=seed + 7 * index + n) for n in row] for row in counts]
         states.append(rows)
-    return CompactLayer.ragged(*states)
+    return layer_of(*states)
 
 
 def example(*, equal=False, log_bias=True, model=None):
@@ -56,7 +56,8 @@ def heads_of(cache):
     for layer in cache.layers:
         for row in range(cache.batch_size):
             for head in range(layer.counts.shape[1]):
-                yield layer.head(row, head)
+                slots = layer.head(row, head)
+                yield slots.keys, slots.values, slots.log_bias
 
 
 @pytest.mark.parametrize("bits", [8, 4])

@@ -16,7 +16,7 @@ from kvcat.cli.app import run
 from kvcat.data import prepare
 from kvcat.models import load
 from kvcat.serving import read_prefix
-from tiny import sentences, write_tiny_model
+from tiny import layer_of, sentences, write_tiny_model
 
 DOCUMENT = "".join(sentences(4, seed=7))
 
@@ -164,7 +164,7 @@ def test_a_protected_passage_stays_exact_and_one_that_does_not_occur_is_rejected
     whole = compress(tiny_folder, document, "--keep", 1, "--overwrite")
     for layer, dense in zip(loaded.layers, CompactCache.load(whole).layers, strict=True):
         for head in range(2):
-            kept = layer.head(0, head)[0][: stop - start]
+            kept = layer.head(0, head).keys[: stop - start]
             assert torch.equal(kept, dense.keys[0, head, start:stop])
     command = ["compress", tiny_folder, "--text", document, "-o", tmp_path / "c", "--protect-text"]
     assert "bits" in mistake(*command, passage, "--bits", "8")
@@ -333,9 +333,7 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
 ):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
     metadata = {"method": "by hand", "seed": "7"}
-    cache = CompactCache(
-        [CompactLayer.ragged(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, metadata
-    )
+    cache = CompactCache([layer_of(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, metadata)
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out

@@ -38,7 +38,8 @@ def assert_protected(cache, traced, positions, *, rtol=0.0):
     for layer, keys, values in zip(cache.layers, traced.keys, traced.values, strict=True):
         for example in range(keys.shape[0]):
             for head in range(keys.shape[1]):
-                kept_keys, kept_values, bias = layer.head(example, head)
+                kept = layer.head(example, head)
+                kept_keys, kept_values, bias = kept.keys, kept.values, kept.log_bias
                 assert len(kept_keys) >= count
                 assert torch.equal(kept_keys[:count], keys[example, head, positions])
                 assert torch.equal(kept_values[:count], values[example, head, positions])
@@ -197,7 +198,7 @@ def test_a_grown_cache_protects_the_same_tokens_again_and_new_ones(double, windo
         again = make_compressor(name, **options)(grown, num_slots=12, protect=[*RANGES, (40, 42)])
         assert_protected(again, trace(double, windows, 32), POSITIONS)
         for layer, keys in zip(again.layers, grown.keys, strict=True):
-            assert torch.equal(layer.head(0, 0)[0][5:7], keys[0, 0, -8:-6])
+            assert torch.equal(layer.head(0, 0).keys[5:7], keys[0, 0, -8:-6])
     assert "protected" not in method(grown, num_slots=12).metadata
     message = refusal(method, grown, num_slots=12, protect=[(0, 3)])
     assert "protect=0:3 of the 32 tokens in the compact cache, which protects 0:2,20:23" in message

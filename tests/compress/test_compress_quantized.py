@@ -1,9 +1,11 @@
 """Methods whose caches are in few bits: keys first, then the fit, then values with feedback."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from kvcat.cache import CompactCache, Grid, QuantizedLayer, round_values
+from kvcat.cache import CompactCache, Grid, HeadSlots, QuantizedLayer, round_values
 from kvcat.cache.codes import PackedHead, round_keys
 from kvcat.compress import (
     AttentionMatching,
@@ -37,10 +39,12 @@ def structured_head(seed, slots=90, queries=150, dim=16):
 
 def nearest(keys, values):
     """Keys and values of a batch of heads, each number rounded to the nearest code."""
-    heads = [PackedHead.nearest(k, v, FOUR) for k, v in zip(keys, values, strict=True)]
-    layer = QuantizedLayer.of_heads([heads], None, FOUR, torch.float32)
-    made = [layer.head(0, index) for index in range(len(heads))]
-    return torch.stack([k for k, _, _ in made]), torch.stack([v for _, v, _ in made])
+    heads = [
+        HeadSlots(k, v, codes=PackedHead.nearest(k, v, FOUR))
+        for k, v in zip(keys, values, strict=True)
+    ]
+    made = HeadSlots.stacked(QuantizedLayer.of_heads([heads], FOUR, torch.float32).heads()[0])
+    return made.keys, made.values
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -66,10 +70,15 @@ def test_rounded_heads_are_what_their_codes_stand_for(num_slots):
     attention = torch.softmax(queries @ keys.mT, -1)
     rounded_keys = round_keys_together(keys, queries, FOUR)
     rounded_values = round_values_together(values, attention, FOUR)
-    heads = list(RoundedHeads(rounded_keys, rounded_values).split())
-    layer = QuantizedLayer.of_heads([heads], None, FOUR, torch.float32)
+    codes = RoundedHeads(rounded_keys, rounded_values).split()
+    heads = [
+        replace(head, codes=of_head)
+        for head, of_head in zip(HeadSlots(keys, values).split(), codes, strict=True)
+    ]
+    layer = QuantizedLayer.of_heads([heads], FOUR, torch.float32)
     for index in range(2):
-        head_keys, head_values, _ = layer.head(0, index)
+        head = layer.head(0, index)
+        head_keys, head_values = head.keys, head.values
         assert torch.allclose(head_keys, rounded_keys.numbers[index], atol=1e-6)
         assert torch.allclose(head_values, rounded_values.numbers[index], atol=1e-6)
 
@@ -114,8 +123,8 @@ def test_attention_matching_in_few_bits_holds_codes_of_its_own_kept_keys(traced,
         limit = 0.02 if bits == 8 else 0.3
         for row in range(3):
             for head in range(2):
-                keys = layer.head(row, head)[0]
-                wanted = other.head(row, head)[0]
+                keys = layer.head(row, head).keys
+                wanted = other.head(row, head).keys
                 assert (keys - wanted).norm() <= limit * wanted.norm() + 1e-2
 
 
