@@ -12,7 +12,7 @@ from kvcat.cache.files import CACHE, read_tensors
 from kvcat.errors import InputError
 from tiny import layer_of, loud_model, refusal
 
-OWNER = "ab" * 32
+OWNER = "2:" + "ab" * 32
 ZEROS = "0" * 64
 
 

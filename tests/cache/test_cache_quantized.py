@@ -48,7 +48,7 @@ def example(*, equal=False, log_bias=True, model=None):
     for seed in range(2):
         layer = ragged_layer(seed, counts=[[6, 6], [6, 6]] if equal else COUNTS)
         layers.append(layer if log_bias else replace(layer, log_bias=None))
-    owner = "ab" * 32 if model is None else fingerprint(model)
+    owner = "2:" + "ab" * 32 if model is None else fingerprint(model)
     return CompactCache(layers, PREFIX, owner, {"method": "by hand"})
 
 
@@ -84,7 +84,7 @@ def test_numbers_on_a_grid_survive_exactly(bits):
     codes[0, 0, 2, 0] = levels
     codes[..., 0][0, 0, 3:] = 0
     states = -3.0 + codes.float() * 0.25
-    cache = CompactCache([CompactLayer(states, states)], PREFIX, "ab" * 32)
+    cache = CompactCache([CompactLayer(states, states)], PREFIX, "2:" + "ab" * 32)
     layer = cache.quantize(bits).layers[0]
     assert torch.equal(layer.keys, states)
     assert torch.equal(layer.values, states)
@@ -123,10 +123,10 @@ def test_first_slots_survive_in_half_precision_and_the_others_within_a_step(bits
 
 def test_an_outlier_in_the_first_slot_does_not_widen_the_steps_of_the_others():
     keys = random_states(1, 1, 12, 8)
-    cache = CompactCache([CompactLayer(keys, keys)], PREFIX, "ab" * 32)
+    cache = CompactCache([CompactLayer(keys, keys)], PREFIX, "2:" + "ab" * 32)
     loud = keys.clone()
     loud[0, 0, 0] = 1000.0
-    with_outlier = CompactCache([CompactLayer(loud, keys)], PREFIX, "ab" * 32)
+    with_outlier = CompactCache([CompactLayer(loud, keys)], PREFIX, "2:" + "ab" * 32)
     expected = cache.quantize(4).layers[0].keys
     assert torch.equal(with_outlier.quantize(4).layers[0].keys[:, :, 1:], expected[:, :, 1:])
 
@@ -178,15 +178,15 @@ def test_unknown_bits_are_rejected(bits):
 def test_what_cannot_be_packed_is_rejected():
     cache = example()
     assert "already" in refusal(cache.quantize(8).quantize, 4)
-    odd = CompactCache([ragged_layer(dim=5)], PREFIX, "ab" * 32)
+    odd = CompactCache([ragged_layer(dim=5)], PREFIX, "2:" + "ab" * 32)
     assert "5 channels" in refusal(odd.quantize, 4)
     huge = random_states(1, 1, 4, 8) * 1e6
     layers = [CompactLayer(huge, huge)]
-    assert "16 bits" in refusal(CompactCache(layers, PREFIX, "ab" * 32).quantize, 8)
+    assert "16 bits" in refusal(CompactCache(layers, PREFIX, "2:" + "ab" * 32).quantize, 8)
     states = random_states(1, 1, 4, 8)
     for log_bias in (70_000.0, -70_000.0):
         layers = [CompactLayer(states, states, torch.full((1, 1, 4), log_bias))]
-        message = refusal(CompactCache(layers, PREFIX, "ab" * 32).quantize, 8)
+        message = refusal(CompactCache(layers, PREFIX, "2:" + "ab" * 32).quantize, 8)
         assert "a log-bias of up to 7e+04 does not fit in 16 bits" in message
 
 

@@ -309,7 +309,7 @@ def test_info_compares_with_a_dense_cache_that_has_values_of_other_width_and_who
 ):
     window = LayerState({"keys": torch.ones(1, 2, 4, 8), "values": torch.ones(1, 2, 4, 6)})
     slots = CompactLayer(torch.ones(1, 2, 20, 8), torch.ones(1, 2, 20, 6))
-    cache = CompactCache([slots], 20, "c" * 64, {"method": "dense"}, {1: window})
+    cache = CompactCache([slots], 20, "2:" + "c" * 64, {"method": "dense"}, {1: window})
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     num_bytes = (20 + 4) * 2 * (8 + 6) * 4
@@ -323,7 +323,7 @@ def test_info_shows_the_different_numbers_of_heads_and_channels_of_the_layers(tm
     for num_heads, num_channels in ((4, 8), (1, 16)):
         states = torch.ones(1, num_heads, 3, num_channels)
         layers.append(CompactLayer(states, states.clone()))
-    CompactCache(layers, 20, "c" * 64, {"method": "dense"}).save(tmp_path / "c")
+    CompactCache(layers, 20, "2:" + "c" * 64, {"method": "dense"}).save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     assert "2 layers, 1 to 4 KV heads of 8 to 16 channels" in capsys.readouterr().out
 

@@ -249,13 +249,6 @@ def test_a_composed_whole_document_with_a_protected_passage_composes_again_as_on
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
 
 
-def test_a_whole_document_whose_slots_are_in_an_unknown_order_gets_no_seam(double):
-    composed = whole(double, A[:1])
-    earlier = {**composed.metadata, "documents": "4 16", "protected_later": "10:12"}
-    caches = [composed, replace(composed, metadata=earlier)]
-    assert "does not record which tokens" in refusal(kvcat.compose, double, caches)
-
-
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     slots = torch.zeros(3, 4)
     ascending = [[HeadSlots(slots, slots, positions=torch.tensor([0, 1, 5]))]]

@@ -12,7 +12,7 @@ from kvcat.cache.codes import (
     round_values,
 )
 from kvcat.cache.compact import CompactCache, slot_facts
-from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
+from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
     FIRST_SLOTS,
@@ -51,7 +51,6 @@ __all__ = [
     "PrefixLayer",
     "QuantizedLayer",
     "RaggedLayer",
-    "are_comparable",
     "cache_argument",
     "check_batch_of_ids",
     "check_dims",
@@ -61,7 +60,6 @@ __all__ = [
     "count_before",
     "document_digest",
     "fingerprint",
-    "fingerprint_like",
     "first_ids",
     "first_slots",
     "held_factors",

@@ -21,7 +21,7 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
-from kvcat.cache.fingerprint import fingerprint_like
+from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.first_tokens import first_slots, of_examples, same_documents
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
@@ -165,7 +165,7 @@ class CompactCache:
         layers = [layer.select(chosen) for layer in self.layers]
         states = {number: state.select(chosen) for number, state in self.states.items()}
         selected = replace(self, layers=layers, states=states)
-        metadata = of_examples(self.metadata, chosen, self.batch_size)
+        metadata = of_examples(self.metadata, chosen)
         if "num_slots" in metadata:
             metadata |= slot_facts(selected)
         return replace(selected, metadata=metadata)
@@ -234,7 +234,7 @@ class CompactCache:
 
     def check_model(self, model: nn.Module, name: str = "the compact cache") -> None:
         """Raise ``InputError`` if the model's fingerprint is not the cache's."""
-        model_fingerprint = fingerprint_like(self.fingerprint, model)
+        model_fingerprint = fingerprint(model)
         if model_fingerprint != self.fingerprint:
             raise InputError(
                 f"{name} belongs to another model: its fingerprint is {self.fingerprint[:12]}, "
@@ -382,7 +382,7 @@ class CompactCache:
                 return factors
         raise InputError(
             f"{model.config.model_type} has rotary factors that depend on the length, and the "
-            "cache does not say which it has (an earlier version of kvcat made it): make it again"
+            "cache does not say which it has: make it again"
         )
 
     def to_transformers(

@@ -1,8 +1,6 @@
 """The fingerprint of a model, from its configuration, weights, buffers and active adapters.
 
-A fingerprint begins with the number of its scheme, ``2:``. Fingerprints of the first scheme are 64
-digits without a number. That scheme covered fewer settings and no buffers. It is computed only to
-compare with files that hold such a fingerprint.
+A fingerprint begins with the number of its scheme, ``2:``.
 """
 
 import hashlib
@@ -25,7 +23,7 @@ from kvcat.errors import InputError
 from kvcat.types import Tensor
 
 SCHEME = "2:"
-FORM = "(2:)?[0-9a-f]{64}"
+FORM = f"{SCHEME}[0-9a-f]{{64}}"
 # Settings that cannot change the logits: names, types of storage, training, what is returned,
 # generation, special tokens; and whether weights are tied, which the weights themselves show.
 IGNORED = frozenset({
@@ -50,20 +48,6 @@ _PER_LAYER = "_heterogeneity_spec"  # where transformers keeps settings of singl
 _ROPE_IGNORED = ("type",)  # the older name of rope_type
 _STATE = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the last text
 _INPUT_BUFFERS = ("position_ids", "token_type_ids", "attn.bias", "masked_bias", "transformer.bias")
-_FIRST_SCHEME_KEYS = (
-    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rope_parameters", "rms_norm_eps", "layer_norm_eps", "sliding_window",
-    "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
-    "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
-    "embedding_multiplier",
-)  # fmt: skip
-_FIRST_SCHEME_ADDED = (
-    "no_rope_layers",
-    "use_parallel_residual",
-    "norm_epsilon",
-    "num_experts_per_tok",
-)
-
 _SAMPLED_NUMBERS = 16
 _State = tuple[Any, ...]
 _known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, str]]] = WeakKeyDictionary()
@@ -113,28 +97,6 @@ def fingerprint(model: nn.Module) -> str:
     return SCHEME + digest.hexdigest()
 
 
-def first_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the first scheme.
-
-    It is empty for a model with active adapters, because that scheme confused different ones.
-    """
-    tensors = _tensors_with_data(model)
-    if tensors.settings:
-        return ""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    config = getattr(model, "config", None)
-    text_config = config.get_text_config() if config is not None else None
-    settings = {key: getattr(text_config, key, None) for key in _FIRST_SCHEME_KEYS}
-    for key in _FIRST_SCHEME_ADDED:
-        if hasattr(text_config, key):
-            settings[key] = getattr(text_config, key)
-    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    buffers = {name for name, _ in model.named_buffers()}
-    for name in sorted(set(tensors.base) - buffers):
-        hash_tensor(digest, name, tensors.base[name])
-    return digest.hexdigest()
-
-
 def _tensors_with_data(model: nn.Module) -> Tensors:
     """``tensors_of`` a model that is no wrapper, all of whose tensors hold numbers."""
     check_not_wrapped(model)
@@ -146,16 +108,6 @@ def _tensors_with_data(model: nn.Module) -> Tensors:
                 "the model without offloading"
             )
     return tensors
-
-
-def fingerprint_like(recorded: str, model: nn.Module) -> str:
-    """The model's fingerprint by the scheme of a recorded one."""
-    return fingerprint(model) if recorded.startswith(SCHEME) else first_fingerprint(model)
-
-
-def are_comparable(first: str, second: str) -> bool:
-    """Whether two fingerprints have the same scheme."""
-    return first.startswith(SCHEME) == second.startswith(SCHEME)
 
 
 def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str:

@@ -32,7 +32,7 @@ def same_documents(
 ) -> list[bool] | None:
     """Per row, whether tokens are those of the example of a cache that the row continues.
 
-    None if the cache does not record it: a composed one, or a batch of an earlier version of kvcat.
+    None if the cache does not record it: a composed one.
 
     Args:
         metadata: of the cache.
@@ -115,18 +115,13 @@ def count_before(
     return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
 
 
-def of_examples(
-    metadata: dict[str, str], chosen: Sequence[int], num_examples: int
-) -> dict[str, str]:
+def of_examples(metadata: dict[str, str], chosen: Sequence[int]) -> dict[str, str]:
     """The metadata of the chosen examples of a batch."""
     selected = dict(metadata)
     for name in (DOCUMENT, FIRST_IDS, FIRST_SLOTS):
         if name in metadata:
             texts = metadata[name].split(_ROWS)
-            if len(texts) == num_examples:
-                selected[name] = _ROWS.join(texts[example] for example in chosen)
-            else:  # an earlier version of kvcat: one hash of all documents
-                del selected[name]
+            selected[name] = _ROWS.join(texts[example] for example in chosen)
     return selected
 
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import are_comparable, fingerprint
+from kvcat.cache import fingerprint
 from kvcat.compress.budgets import Curve, attention_and_curves, share_out, slot_sizes
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.queries import fitted_queries
@@ -136,10 +136,6 @@ class CalibratedBudgets:
             known: fingerprint of the model.
             name: of the model, for the message.
         """
-        if not are_comparable(self.fingerprint, known):
-            raise InputError(
-                f"the budgets of {self.model} are of an older kvcat: `kvcat budgets` again"
-            )
         if self.fingerprint != known:
             raise InputError(
                 f"the budgets belong to {self.model} (fingerprint {self.fingerprint[:12]}), not to "
@@ -220,7 +216,9 @@ class CalibratedBudgets:
         """
         content = read_json(Path(path))
         if content.get("format") != FORMAT:
-            raise InputError(f"{path} is no file of `kvcat budgets`, or one of another version")
+            raise InputError(
+                f"{path} is no file of `kvcat budgets` of format {FORMAT}: make the budgets again"
+            )
         checksum = content.pop("sha256", None)
         if checksum != _checksum(content):
             raise InputError(f"{path} is damaged: its content does not have its checksum")

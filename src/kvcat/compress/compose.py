@@ -156,9 +156,7 @@ def _with_positions(head: HeadSlots, positions: Int[Tensor, " slots"]) -> HeadSl
 def _positions_of_whole(cache: CompactCache) -> Int[Tensor, " slots"] | None:
     """The position of each slot of a head in a cache that has a slot for every token; else None."""
     metadata = cache.metadata
-    # an earlier version composed such caches: protected slots are anywhere in a later document
-    is_in_unknown_order = "documents" in metadata and "protected_later" in metadata
-    if cache.mean_slots != cache.num_tokens or is_in_unknown_order:
+    if cache.mean_slots != cache.num_tokens:
         return None
     return slot_positions(parsed_ranges(metadata.get("protected", "")), cache.num_tokens)
 
@@ -342,8 +340,8 @@ def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
         num_recorded = parse_first_ids(cache.metadata[FIRST_IDS]).shape[1]
     if num_recorded < num_seam:
         raise InputError(
-            f"document {number} does not record its first tokens ({num_recorded} of {num_seam}), "
-            "which an earlier version of kvcat left out: compress it again, or give seam_tokens=0"
+            f"document {number} does not record its first tokens ({num_recorded} of {num_seam}): "
+            "compress it again, or give seam_tokens=0"
         )
 
 
