@@ -1,6 +1,5 @@
 """A fingerprint changes with everything that changes a model's logits, and with nothing else."""
 
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
