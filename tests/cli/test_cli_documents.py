@@ -168,6 +168,8 @@ def test_a_protected_passage_stays_exact_and_one_that_does_not_occur_is_rejected
             assert torch.equal(kept, dense.keys[0, head, start:stop])
     command = ["compress", tiny_folder, "--text", document, "-o", tmp_path / "c", "--protect-text"]
     assert "bits" in mistake(*command, passage, "--bits", "8")
+    press = ("--method", "kvpress:KnormPress")
+    assert "kvpress:KnormPress protects no slots" in mistake(*command, passage, *press)
     passage.write_text("no such text")
     assert "is not in the document" in mistake(*command, passage)
     assert "--protect system needs --chat" in mistake(*command[:-1], "--protect", "system")
@@ -333,7 +335,7 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
 ):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
     metadata = {"method": "by hand", "seed": "7"}
-    cache = CompactCache([layer_of(x, x) for x in heads], 20, "0123456789ab" + "c" * 52, metadata)
+    cache = CompactCache([layer_of(x, x) for x in heads], 20, "2:0123456789" + "c" * 54, metadata)
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out
@@ -342,7 +344,7 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
         "1 example, 2 layers, 2 KV heads of 8",
         f"{cache.nbytes:,}, 12.5 % of the 5,120 of the dense cache",
         "by hand",
-        "unknown, fingerprint 0123456789ab",
+        "unknown, fingerprint 2:0123456789",
         "seed 7",
         "slots by layer  3 2",
     ):

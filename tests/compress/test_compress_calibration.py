@@ -160,7 +160,7 @@ def test_what_does_not_fit_is_rejected_by_name(model, windows, calibrated, tmp_p
     content = file.read_text()
     for damaged, message in {
         content.replace("1.0", "2.0", 1): "is damaged",
-        content.replace("budgets-1", "budgets-9"): "another version",
+        content.replace("budgets-1", "budgets-9"): "kvcat-budgets-1: make the budgets again",
         content[:-20]: "not readable",
         json.dumps({"a": 1}): "no file of `kvcat budgets`",
     }.items():

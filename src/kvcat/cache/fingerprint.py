@@ -1,4 +1,4 @@
-"""The fingerprint of a model, from its configuration, weights, buffers and active adapters.
+"""The fingerprint of a model, from its configuration, weights and buffers.
 
 A fingerprint begins with the number of its scheme, ``2:``.
 """
@@ -17,8 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from kvcat.attention import check_not_wrapped
-from kvcat.cache.adapters import Tensors, tensors_of
+from kvcat.cache.adapters import check_no_adapters
 from kvcat.errors import InputError
 from kvcat.types import Tensor
 
@@ -60,26 +59,23 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """``2:`` and a SHA-256 of a model: class, configuration, parameters, buffers, active adapters.
+    """``2:`` and a SHA-256 of a model: class, configuration, parameters and buffers.
 
     - All settings of the configuration count, nested ones too, except those in ``IGNORED``, plans
       of parallelism, and those with their class's default: a newer transformers adds settings with
       defaults that do not change a model.
     - Rotary frequencies count if they are not those that the configuration gives.
-    - The weights and scaling of active adapters count, their names do not. A model whose adapters
-      are off has the fingerprint of the model without them.
 
     The hash of the tensors is kept until one of them is replaced or written to. Autograd does not
     notice a write through ``.data``. Such a write is noticed here if it changes one of 16 numbers
     spread over the tensor.
 
     Raises:
-        InputError: a wrapper of a model, or weights on the meta device.
+        InputError: a wrapper of a model, PEFT adapters, or weights on the meta device.
     """
-    tensors = _tensors_with_data(model)
     stored: dict[str, Tensor] = {}
     computed: dict[str, Tensor] = {}
-    for name, tensor in tensors.base.items():
+    for name, tensor in _tensors_with_data(model).items():
         if not _is_made_by_class(model, name):
             stored[name] = tensor
         elif _counts(model, name):
@@ -92,16 +88,14 @@ def fingerprint(model: nn.Module) -> str:
     for line in _rotary_changes(model):
         digest.update(line.encode())
     digest.update(_remembered(model, "buffers", computed).encode())
-    for line in sorted(_adapter_digests(model, tensors)):
-        digest.update(line.encode())
     return SCHEME + digest.hexdigest()
 
 
-def _tensors_with_data(model: nn.Module) -> Tensors:
-    """``tensors_of`` a model that is no wrapper, all of whose tensors hold numbers."""
-    check_not_wrapped(model)
-    tensors = tensors_of(model)
-    for name, tensor in tensors.base.items():
+def _tensors_with_data(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by name, all of which hold numbers."""
+    check_no_adapters(model, "identified")
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in tensors.items():
         if tensor.is_meta:
             raise InputError(
                 f"{type(model).__name__}: {name} is on the meta device and holds no numbers: load "
@@ -158,15 +152,6 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
         group.append(flat[::step][:_SAMPLED_NUMBERS])
     joined = [torch.cat(samples).cpu().view(torch.uint8) for samples in groups.values()]
     return b"".join(samples.numpy().tobytes() for samples in joined)
-
-
-def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
-    """One line per active adapter, with its weights and scaling but not its name."""
-    lines = []
-    for adapter, settings in tensors.settings.items():
-        weights = _remembered(model, f"adapter {adapter}", tensors.active.get(adapter, {}))
-        lines.append(f"adapter {weights} {json.dumps(settings, sort_keys=True, default=str)}\n")
-    return lines
 
 
 def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
@@ -247,28 +232,18 @@ def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
 def _is_made_by_class(model: nn.Module, name: str) -> bool:
     """Whether a tensor is a buffer that no file holds: its class computes it."""
     path, _, last = name.rpartition(".")
-    module = _module(model, path)
-    return module is not None and last in module._non_persistent_buffers_set
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:  # inside a layer that PEFT replaced
-        return None
+    return last in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _counts(model: nn.Module, name: str) -> bool:
     """Whether a computed buffer counts: rotary buffers are compared elsewhere, and positions are
     not compared.
     """
-    module = _module(model, name.rpartition(".")[0])
+    module = model.get_submodule(name.rpartition(".")[0])
     return not _is_rotary(module) and not name.endswith(_INPUT_BUFFERS)
 
 
-def _is_rotary(module: nn.Module | None) -> bool:
-    if module is None:
-        return False
+def _is_rotary(module: nn.Module) -> bool:
     return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 

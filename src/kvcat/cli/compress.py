@@ -201,6 +201,8 @@ def _compress_text(
         options["bits"] = bits
     if has_protection and "bits" in options:
         raise InputError(f"protected slots are exact, not in {options['bits']} bits")
+    if has_protection and name.startswith("kvpress:"):
+        raise InputError(f"{name} protects no slots: leave out --protect and --protect-text")
     learner = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learner in ("gradient", "--max-kl"):
         raise InputError(

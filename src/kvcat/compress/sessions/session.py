@@ -45,8 +45,8 @@ class Session:
     model.
 
     Sessions of one process are independent of each other; use a model from one thread at a time.
-    The model stays as it is: a call after a change of its weights, adapters or settings is
-    rejected, because what the session holds is of the model before.
+    The model stays as it is: a call after a change of its weights or settings is rejected, because
+    what the session holds is of the model before.
 
     Args:
         model, tokenizer: of the conversation.
@@ -477,8 +477,8 @@ class Session:
         known = fingerprint(self.model)
         if known != self._fingerprint:
             raise InputError(
-                "the model has changed (weights, adapters or settings) since the session began: "
-                f"its fingerprint is {known[:12]}, the session's {self._fingerprint[:12]}"
+                "the model has changed (weights or settings) since the session began: its "
+                f"fingerprint is {known[:12]}, the session's {self._fingerprint[:12]}"
             )
 
     def _check_positions(self, num_new: int) -> None:
