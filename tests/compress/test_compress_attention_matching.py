@@ -21,6 +21,7 @@ from kvcat.compress import (
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import load
 from tiny import loud_model, refusal
@@ -28,8 +29,8 @@ from tiny import loud_model, refusal
 
 def loaded(traced, own_weight=0.0):
     """All heads of a trace whose heads are of one shape."""
-    fitted = fitted_queries(traced, own_weight, by_share=True)
-    heads = Heads(traced, fitted)
+    fitted = fitted_queries(Prefix.of(traced), own_weight, by_share=True)
+    heads = Heads(Prefix.of(traced), fitted)
     (group,) = heads.groups_for_scores()
     return heads.load(group)
 
@@ -192,7 +193,8 @@ def test_slots_of_unequal_heads_record_the_positions_of_their_tokens(traced):
 
 
 def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
-    louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
+    first = replace(traced.layers[0], stream=traced.layers[0].stream * 100)
+    louder = replace(traced, layers=[first, *traced.layers[1:]])
     before, after = (
         AttentionMatching()(one_trace, num_slots=6).layers[0].counts.sum()
         for one_trace in (traced, louder)
@@ -201,7 +203,7 @@ def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
 
 
 def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(traced):
-    fitted = fitted_queries(traced, 0.0, by_share=False)
+    fitted = fitted_queries(Prefix.of(traced), 0.0, by_share=False)
     drawn, other = (draw_rows(traced, fitted, 20, seed=seed) for seed in (0, 1))
     assert {len(set(rows.tolist())) for rows in drawn.values()} == {20}
     assert {len(rows) for rows in draw_rows(traced, fitted, 999, seed=0).values()} == {32}
@@ -212,8 +214,8 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
 
 def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):
     traced = trace(model, windows[:1, :20], supervision="self")
-    fitted = fitted_queries(traced, 0.0, by_share=True)
-    heads = Heads(traced, fitted)
+    fitted = fitted_queries(Prefix.of(traced), 0.0, by_share=True)
+    heads = Heads(Prefix.of(traced), fitted)
     batch = heads.load(heads.groups_for_scores()[0])
     scores = batch.scores()
     assert torch.equal(

@@ -10,6 +10,7 @@ from kvcat.cache import fingerprint
 from kvcat.compress import (
     AttentionMatching,
     CalibratedBudgets,
+    Prefix,
     calibrate,
     make_compressor,
     trace,
@@ -49,7 +50,7 @@ def calibrated(model):
 def test_sizes_are_fractions_of_the_text_and_what_is_left_goes_to_the_largest_error(
     document, calibrated
 ):
-    slots = calibrated.allocate(document, 16)
+    slots = calibrated.allocate(Prefix.of(document), 16)
     for example in range(3):
         counts = [slots[layer, example, head] for layer in range(2) for head in range(2)]
         assert counts == [8, 16, 8, 32]
@@ -60,7 +61,7 @@ def test_two_sizes_are_the_pair_with_the_smallest_total_error(document, calibrat
     # 24 on average: 32 leave the first layer no error, 16 the second as little as can be
     assert two.two_sizes(24, 64)[1:] == (32, 16)
     assert two.two_sizes(24, 64).error == pytest.approx(1.0, abs=1e-6)
-    slots = two.allocate(document, 12)
+    slots = two.allocate(Prefix.of(document), 12)
     assert [slots[layer, 2, head] for layer in range(2) for head in range(2)] == [16, 16, 8, 8]
 
 

@@ -320,7 +320,7 @@ def test_every_source_of_queries_is_recorded_by_its_name():
     }
     for name, trace in traces.items():
         cache = kvcat.Eviction("first")(trace, num_slots=4)
-        assert (trace.supervision, cache.metadata["supervision"]) == (name, name)
+        assert (trace.text.supervision, cache.metadata["supervision"]) == (name, name)
     assert "chat" not in kvcat.Eviction("first")(traces["suffix"], num_slots=4).metadata
 
 

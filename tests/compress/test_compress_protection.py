@@ -20,7 +20,7 @@ from kvcat.compress import (
     reconstruction,
     trace,
 )
-from kvcat.compress.protection import joined_ranges, protecting
+from kvcat.compress.prefix import Prefix, joined_ranges, protecting
 from kvcat.compress.queries import fitted_queries
 from kvcat.errors import InputError
 from tiny import WORDS, byte_tokenizer, refusal
@@ -163,7 +163,7 @@ def test_values_solve_the_least_squares_of_what_the_protected_slots_leave(double
     keys = traced.keys[1][0, 0]
     queries = traced.queries[1][0, :2].reshape(-1, keys.shape[-1])
     scores = queries @ keys.T * scale
-    later = traced.queries[1][0, :2] @ traced.suffix_keys[1][0, 0].T * scale
+    later = traced.queries[1][0, :2] @ traced.layers[1].suffix_keys[0, 0].T * scale
     seen = torch.ones(16, 16, dtype=torch.bool).tril()
     later_mass = later.masked_fill(~seen, -torch.inf).logsumexp(-1).reshape(-1)
     others = [position for position in range(48) if position not in POSITIONS.tolist()]
@@ -180,8 +180,8 @@ def test_values_solve_the_least_squares_of_what_the_protected_slots_leave(double
 
 def test_queries_count_by_the_share_of_attention_that_protected_slots_leave(double, windows):
     traced = trace(double, windows, 48)
-    plain = fitted_queries(traced, 0.0, by_share=True)
-    protected = fitted_queries(protecting(traced, RANGES), 0.0, by_share=True)
+    plain = fitted_queries(Prefix.of(traced), 0.0, by_share=True)
+    protected = fitted_queries(Prefix.of(protecting(traced, RANGES)), 0.0, by_share=True)
     for layer, keys in enumerate(traced.keys):
         of_query_heads = keys[:, :, POSITIONS].repeat_interleave(2, dim=1)
         scores = traced.queries[layer] @ of_query_heads.mT * traced.scales[layer]

@@ -11,7 +11,6 @@ from kvcat.compress import (
     AttentionMatching,
     Eviction,
     GradientCompression,
-    Quantized,
     compare,
     make_compressor,
     slots_and_bits,
@@ -221,7 +220,7 @@ def test_heads_that_do_not_fill_bytes_are_rejected_before_the_fit(windows):
 def test_a_number_of_bytes_is_kept_and_nearly_used(traced, bits, num_bytes):
     slots, chosen = slots_and_bits(traced, num_bytes, [bits])
     assert chosen == bits
-    method = AttentionMatching() if bits is None else Quantized(AttentionMatching(), bits)
+    method = AttentionMatching() if bits is None else AttentionMatching(bits=bits)
     cache = method(traced, num_slots=slots)
     assert cache.nbytes <= num_bytes
     num_heads = 3 * 2 * 2

@@ -121,7 +121,7 @@ class CompactCache:
 
         Every number is rounded to the nearest code; the first slot of each head and the log-bias
         are rounded to half precision. Positions are not kept. ``AttentionMatching`` loses less when
-        it knows the bits before it fits (``kvcat.compress.Quantized``).
+        it knows the bits before it fits (option ``bits``).
 
         Args:
             bits: 8 or 4.

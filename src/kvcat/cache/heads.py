@@ -18,15 +18,15 @@ class HeadSlots:
         values: their values.
         log_bias: nats added to the scaled score of each slot; None adds none.
         positions: token positions of the keys, if they are known.
-        codes: of quantised slots, whose keys and values are the numbers that the codes stand for;
-            for a single head only.
+        codes: of quantised slots, whose keys and values are the numbers that the codes represent;
+            of a batch, those of every head.
     """
 
     keys: Float[Tensor, "*heads slots head_dim"]
     values: Float[Tensor, "*heads slots value_dim"]
     log_bias: Float[Tensor, "*heads slots"] | None = None
     positions: Int[Tensor, "*heads slots"] | None = None
-    codes: PackedHead | None = None
+    codes: PackedHead | Sequence[PackedHead] | None = None
 
     def __len__(self) -> int:
         """The number of slots of a single head."""
@@ -43,7 +43,8 @@ class HeadSlots:
         for head, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             bias = None if self.log_bias is None else self.log_bias[head]
             positions = None if self.positions is None else self.positions[head]
-            yield HeadSlots(keys, values, bias, positions)
+            codes = self.codes[head] if isinstance(self.codes, list) else None
+            yield HeadSlots(keys, values, bias, positions, codes)
 
     def to(self, dtype: torch.dtype) -> "HeadSlots":
         """Keys and values in another dtype; the dtype of the log-bias does not change."""

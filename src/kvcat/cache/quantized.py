@@ -75,7 +75,7 @@ class QuantizedLayer(Slots):
             InputError: a first key or value, or a log-bias, beyond half precision.
         """
         flat = [head for of_example in heads for head in of_example]
-        codes = [head.codes for head in flat if head.codes is not None]
+        codes = [head.codes for head in flat if isinstance(head.codes, PackedHead)]
         biases = [head.log_bias for head in flat if head.log_bias is not None]
         counts = [[len(head) for head in of_example] for of_example in heads]
         return QuantizedLayer(

@@ -8,6 +8,7 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.errors import InputError
@@ -149,6 +150,49 @@ class CompactLayer(Slots):
     def padded(self) -> "CompactLayer":
         """The layer itself."""
         return self
+
+    def exists(self) -> Bool[Tensor, "batch kv_heads slots"]:
+        """Which slots are no padding: a log-bias of -inf hides a slot from every query."""
+        if self.log_bias is None:
+            shape = self.keys.shape[:3]
+            return torch.ones(1, dtype=torch.bool, device=self.keys.device).expand(shape)
+        return self.log_bias > -torch.inf
+
+    def present_counts(self) -> Int[Tensor, "batch kv_heads"]:
+        """The number of slots of every head that are no padding; on the CPU."""
+        return self.exists().sum(-1).cpu()
+
+    def present_head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example, without padding."""
+        slots = self.head(example, head)
+        if slots.log_bias is None:
+            return slots
+        exists = slots.log_bias > -torch.inf
+        return slots if bool(exists.all()) else slots.kept(exists)
+
+    def ranks(self) -> Int[Tensor, "batch kv_heads slots"]:
+        """The index of each slot within its head; -1 for padding."""
+        exists = self.exists()
+        return (exists.cumsum(-1) - 1).masked_fill(~exists, -1)
+
+    def at(self, slots: Int[Tensor, " chosen"]) -> "CompactLayer":
+        """The chosen slots, the same in every head."""
+        tensors = {
+            name: x.index_select(2, slots.to(x.device)) for name, x in self.tensors().items()
+        }
+        return CompactLayer(**tensors)
+
+    def extended(
+        self,
+        keys: Float[Tensor, "batch kv_heads new head_dim"],
+        values: Float[Tensor, "batch kv_heads new value_dim"],
+    ) -> "CompactLayer":
+        """The slots, and behind them one for each of some tokens; positions are not known."""
+        bias = self.log_bias
+        if bias is not None:
+            bias = nn.functional.pad(bias, (0, keys.shape[2]))
+        all_keys = torch.cat([self.keys, keys], dim=2)
+        return CompactLayer(all_keys, torch.cat([self.values, values], dim=2), bias)
 
     def without_absent(self) -> "Layer":
         """The layer without slots of log-bias -inf, which no query sees; undoes ``padded``."""

@@ -214,7 +214,6 @@ def _compress_text(
 
     import kvcat
     from kvcat.compress import (
-        Quantized,
         protected_ranges,
         protecting,
         reconstruction,
@@ -242,25 +241,21 @@ def _compress_text(
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
     trace = sequence_trace(loaded, sequence, supervision=supervision, room=room)
     trace = protecting(trace, ranges)
-    is_quantized = isinstance(compressor, Quantized)
-    cache_bits = compressor.bits if is_quantized else None
-    compressor = compressor.method if is_quantized else compressor
     if num_bytes is not None:
         keep_ratio = None
-        is_chosen = bits == "16" or cache_bits or has_protection
-        choices = [cache_bits] if is_chosen else None
+        is_chosen = bits == "16" or compressor.bits or has_protection
+        choices = [compressor.bits] if is_chosen else None
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
-    quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
+        compressor = compressor if cache_bits is None else compressor.in_bits(cache_bits)
     command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
     protected = (trace.protected,) if trace.protected else ()
     state = _state_file(output, (*command, *protected))
     if max_kl is not None:
-        cache = _smallest_cache(trace, quantizing, max_kl)
+        cache = _smallest_cache(trace, compressor, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
         cache = _trained_cache(trace, compressor, keep_ratio, slots, state)
-        cache = cache if cache_bits is None else cache.quantize(cache_bits)
     else:
-        cache = quantizing(trace, keep_ratio=keep_ratio, num_slots=slots)
+        cache = compressor(trace, keep_ratio=keep_ratio, num_slots=slots)
     if num_bytes is not None and cache.nbytes > num_bytes:
         raise InputError(f"{method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer")
     cache.save(output)

@@ -155,7 +155,7 @@ def sequence_trace(
     if supervision == "self":
         document = ids[:, : sequence.prefix_len]
         own_queries = trace(model, document, supervision="self", room=room)
-        return replace(own_queries, about=sequence.about)
+        return replace(own_queries, text=replace(own_queries.text, about=sequence.about))
     return trace(model, replace(sequence, input_ids=ids), room=room)
 
 

@@ -8,14 +8,15 @@ import importlib.metadata
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CompactCache, CompactLayer, HeadSlots, Layer, cache_argument, held_factors
-from kvcat.compress.base import Compressor, compact_cache, example_generators
+from kvcat.cache import CompactLayer, HeadSlots, Layer, cache_argument, held_factors
+from kvcat.compress.base import Compressor, example_generators
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.press_arguments import as_kvpress_expects
 from kvcat.compress.press_queries import checked_queries
 from kvcat.compress.trace import Trace
@@ -64,42 +65,53 @@ class KVPress(Compressor):
             or it does not have one of the options.
     """
 
-    name: str
+    press_name: str
     options: dict[str, Any]
 
-    def __init__(self, name: str, /, **options: Any):
-        object.__setattr__(self, "name", name)
+    needs_all_queries: ClassVar[bool] = True
+
+    def __init__(self, name: str, /, *, bits: int | None = None, **options: Any):
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "press_name", name)
         object.__setattr__(self, "options", options)
         self._build()
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches; presses that choose per layer or head keep ``size`` slots on average.
+    @property
+    def name(self) -> str:
+        """The press, as on the command line."""
+        return f"kvpress:{self.press_name}"
+
+    def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
+        """The version of kvpress, and the press' options."""
+        return {"kvpress": version(), **self.options}
+
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The kept slots; presses that choose per layer or head keep ``size`` slots on average.
 
         Presses that keep whole chunks keep approximately that many.
         """
-        if trace.past_len:
+        trace = prefix.trace
+        if trace.past is not None:
             raise InputError(
                 "kvpress presses whole prefixes, and part of this one is already compact"
             )
-        if trace.protected:
+        if prefix.protected:
             raise InputError("a press of kvpress protects no slots: leave out protect")
         groups = [[size] for size in sizes]
         if sizes and hasattr(self._build(), _CHOOSES_LAST):
             # such a press scores first and chooses at the end, so one scoring serves all sizes
             groups = [list(sizes)]
-        facts = {"kvpress": version(), **self.options}
         for group in groups:
             pressed = [
                 _press_prefix(self._build(), trace, example, group)
                 for example in range(trace.batch_size)
             ]
             for index in range(len(group)):
-                layers = _joined_layers([by_size[index] for by_size in pressed])
-                yield compact_cache(trace, layers, f"kvpress:{self.name}", facts)
+                yield _joined_layers([by_size[index] for by_size in pressed])
 
     def _build(self) -> Any:
         """A new press object, because a press holds the state of one use."""
-        outer, _, inner = self.name.partition("+")
+        outer, _, inner = self.press_name.partition("+")
         outer_options: dict[str, Any] = {}
         inner_options: dict[str, Any] = {}
         for key, value in self.options.items():
@@ -248,7 +260,7 @@ def _press_prefix(
         _set_size(press, sizes[0], trace.prefix_len)
         try:
             # some presses run the model again when their block ends
-            with held_factors(model, trace.rope), press(model):
+            with held_factors(model, trace.text.rope), press(model):
                 _score_all_but_a_chat_opening(press, model, prefix)
                 model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
             if not hidden.by_size:

@@ -260,7 +260,9 @@ def refine_layers(
     sizes = {index: len(slots) for index, slots in slots_of_heads.items()}
     groups = heads.groups_for_fit(sizes)
     for group in tqdm(groups, "refinement", delay=2.0, disable=None, leave=False):
-        if sizes[group[0]] == len(heads.trace.head(*group[0])):
+        layer, example, head = group[0]
+        whole = heads.prefix.layers[layer].present_head(example, head)
+        if sizes[group[0]] == len(whole):
             continue
         batch = heads.load_fitted(group)
         before = [slots_of_heads[index] for index in group]

@@ -8,6 +8,7 @@ from kvcat.cache import CompactCache, CompactLayer, HeadSlots
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, dense_attention
 from kvcat.compress.heads import HeadIndex, Heads
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -30,10 +31,10 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
     Raises:
         InputError: a trace with supervision "self" of a model whose queries cannot be moved.
     """
-    fitted_to = fitted_queries(trace, 1.0, by_share=True)
+    fitted_to = fitted_queries(Prefix.of(trace), 1.0, by_share=True)
     if fitted_to.causal:
         raise InputError("the trace has no queries after its prefix to fit to")
-    heads = Heads(trace, fitted_to, None, _GROUP_ELEMENTS)
+    heads = Heads(Prefix.of(trace), fitted_to, None, _GROUP_ELEMENTS)
     dense: dict[HeadIndex, DenseAttention] = {}
     for group in heads.groups_for_scores():
         attention = dense_attention(heads.load(group))
@@ -48,7 +49,9 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
             for example, row in enumerate(layer.heads())
         ]
         layers.append(CompactLayer.of_heads(grid))
-    return replace(cache, layers=layers, metadata={**cache.metadata, "refit": trace.supervision})
+    return replace(
+        cache, layers=layers, metadata={**cache.metadata, "refit": trace.text.supervision}
+    )
 
 
 def _refit_head(

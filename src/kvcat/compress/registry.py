@@ -10,7 +10,6 @@ from kvcat.compress import methods
 from kvcat.compress.base import Compressor, Scorer, classes_in
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
-from kvcat.compress.quantized import Quantized
 from kvcat.errors import InputError
 from kvcat.options import check_options
 
@@ -34,14 +33,13 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
     Args:
         name: one of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
         options: fields of the compressor's dataclass; and ``bits`` for caches in few bits (8 or 4;
-            see ``Quantized``).
+            ``Compressor``).
 
     Raises:
         InputError: the name or an option is unknown, or a value is not valid.
     """
     if "bits" in options:
-        bits = parse_bits(options.pop("bits"))
-        return Quantized(make_compressor(name, **options), bits)
+        options["bits"] = parse_bits(options["bits"])
     if name.startswith(_KVPRESS):
         return KVPress(name.removeprefix(_KVPRESS), **options)
     if name in COMPRESSORS:

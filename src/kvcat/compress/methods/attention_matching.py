@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -10,29 +10,23 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import (
-    CompactCache,
     CompactLayer,
     HeadGrid,
     HeadSlots,
     Layer,
-    QuantizedLayer,
-    check_dims,
-    first_slots,
 )
-from kvcat.compress.base import Compressor, compact_cache
+from kvcat.compress.base import Compressor
 from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
-from kvcat.compress.calibration import CalibratedBudgets, load_budgets
+from kvcat.compress.calibration import load_budgets
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
-from kvcat.compress.protection import behind_protected
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries, usual_own_weight
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
-from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.options import check_options
-from kvcat.types import Tensor
 
 BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -126,111 +120,101 @@ class AttentionMatching(_Options):
         """Whether the result depends on the seed."""
         return self.num_queries is not None
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; queries and dense attention are computed once for all sizes."""
-        return self._compress(trace, sizes, None)
+    def facts(self, prefix: Prefix) -> dict[str, object]:
+        """The options, those that depend on the trace filled in, and the digest of the budgets."""
+        facts = super().facts(prefix)
+        if self.own_weight is None:
+            facts["own_weight"] = usual_own_weight(prefix.trace)
+        if self.budgets not in BUDGETS:
+            digest = load_budgets(self.budgets).digest
+            facts["budgets"] = f"{Path(self.budgets).name} {digest[:12]}"
+        return facts
 
-    def compress_quantized(
-        self, trace: Trace, sizes: Sequence[int], bits: int
-    ) -> Iterator[CompactCache]:
-        """The caches in few bits.
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The layers; queries and dense attention are computed once for all sizes."""
+        for grids in self._fitted_heads(prefix, sizes, None):
+            yield [CompactLayer.of_heads(grid) for grid in grids]
+
+    def fit_codes(
+        self, prefix: Prefix, sizes: Sequence[int], bits: int
+    ) -> Iterator[Sequence[HeadGrid]]:
+        """The heads with their codes.
 
         The keys are rounded first. Log-bias and values are fitted to the rounded keys, and then the
         values are rounded, each making up for the errors of those before.
         """
-        check_dims(trace.keys[0].shape[-1], trace.values[0].shape[-1], bits)
-        return self._compress(trace, sizes, bits)
+        return self._fitted_heads(prefix, sizes, bits)
 
     @torch.no_grad()
-    def _compress(
-        self, trace: Trace, sizes: Sequence[int], bits: int | None
-    ) -> Iterator[CompactCache]:
-        if not sizes:
-            return
-        heads = self._heads(trace)
-        unprotected = heads.trace
-        sizes = [size - trace.num_protected for size in sizes]
-        calibrated = None if self.budgets in BUDGETS else load_budgets(self.budgets)
-        dense, allocations = self._attention_and_slots(heads, sizes, calibrated)
-        options = {option.name: getattr(self, option.name) for option in fields(self)}
-        if self.own_weight is None:
-            options["own_weight"] = usual_own_weight(trace)
-        if calibrated is not None:
-            options["budgets"] = f"{Path(self.budgets).name} {calibrated.digest[:12]}"
-        if bits is not None:
-            options["bits"] = bits
-        for slots_of_heads in allocations:
-            fits = self._fit(heads, dense, slots_of_heads, bits)
-            layers = []
-            for index in range(len(trace.keys)):
-                layer = _layer(unprotected, index, fits, log_bias=self.log_bias, bits=bits)
-                if not isinstance(layer, QuantizedLayer):
-                    layer = behind_protected(trace, index, layer)
-                layers.append(layer)
-            if bits is not None and not trace.past_len:
-                options |= first_slots(
-                    [_grid(fits, index, keys) for index, keys in enumerate(trace.keys)]
-                )
-            yield compact_cache(trace, layers, "attention-matching", options)
-
-    def _heads(self, trace: Trace) -> Heads:
-        """The trace's heads with the queries to fit to."""
-        fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
+    def _fitted_heads(
+        self, prefix: Prefix, sizes: Sequence[int], bits: int | None
+    ) -> Iterator[list[HeadGrid]]:
+        """For every size, the heads of every layer; quantised with ``bits``."""
+        fitted = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
         drawn = None
         if self.num_queries is not None:
-            drawn = draw_rows(trace, fitted, self.num_queries, self.seed)
-        return Heads(trace.unprotected, fitted, drawn, self.group_elements)
+            drawn = draw_rows(prefix.trace, fitted, self.num_queries, self.seed)
+        heads = Heads(prefix, fitted, drawn, self.group_elements)
+        dense, allocations = self._attention_and_slots(heads, sizes)
+        for slots_of_heads in allocations:
+            fits: dict[HeadIndex, HeadSlots] = {}
+            groups = heads.groups_for_fit(slots_of_heads)
+            for group in _with_progress(groups, "attention matching"):
+                slots = match_attention(
+                    heads.load_fitted(group),
+                    DenseAttention.stack([dense[head] for head in group]),
+                    slots_of_heads[group[0]],
+                    num_iters=self.num_iters,
+                    ridge=self.ridge,
+                    log_bias=self.log_bias,
+                    bits=bits,
+                )
+                fits.update(zip(group, slots.split(), strict=True))
+            yield [self._of_prefix(layer, index, fits) for index, layer in enumerate(prefix.layers)]
 
     def _attention_and_slots(
-        self, heads: Heads, sizes: Sequence[int], calibrated: CalibratedBudgets | None
+        self, heads: Heads, sizes: Sequence[int]
     ) -> tuple[dict[HeadIndex, DenseAttention], list[dict[HeadIndex, int]]]:
         """Every head's attention over the prefix, and for each size the slots of every head."""
-        prefix = heads.trace
-        allocations: list[dict[HeadIndex, int]] = []
-        if calibrated is not None:
-            allocations = [calibrated.allocate(prefix, size) for size in sizes]
+        prefix = heads.prefix
         is_measured = self.budgets == "adaptive"
         curve_sizes: set[int] = set()
         if is_measured:
             curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
         groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
         dense, curves = attention_and_curves(heads, groups, curve_sizes)
-        if self.budgets == "equal":
-            allocations = [dict.fromkeys(dense, size) for size in sizes]
-        elif is_measured:
-            allocations = [
+        if is_measured:
+            return dense, [
                 share_out(curves, size, prefix.max_slots, by_layer=False) for size in sizes
             ]
-        return dense, allocations
+        if self.budgets == "equal":
+            return dense, [dict.fromkeys(dense, size) for size in sizes]
+        calibrated = load_budgets(self.budgets)
+        return dense, [calibrated.allocate(prefix, size) for size in sizes]
 
-    def _fit(
-        self,
-        heads: Heads,
-        dense: Mapping[HeadIndex, DenseAttention],
-        slots_of_heads: Mapping[HeadIndex, int],
-        bits: int | None,
-    ) -> dict[HeadIndex, HeadSlots]:
-        """The slots that every head keeps."""
-        fits: dict[HeadIndex, HeadSlots] = {}
-        for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
-            slots, rounded = _match(
-                heads.load_fitted(group),
-                DenseAttention.stack([dense[head] for head in group]),
-                slots_of_heads[group[0]],
-                num_iters=self.num_iters,
-                ridge=self.ridge,
-                log_bias=self.log_bias,
-                bits=bits,
-            )
-            of_heads = list(slots.split())
-            if rounded is not None:
-                codes = rounded.split()
-                of_heads = [
-                    replace(head, codes=of_head)
-                    for head, of_head in zip(of_heads, codes, strict=True)
-                ]
-            fits.update(zip(group, of_heads, strict=True))
-        return fits
+    def _of_prefix(
+        self, layer: CompactLayer, index: int, fits: Mapping[HeadIndex, HeadSlots]
+    ) -> HeadGrid:
+        """The fitted heads of one layer of the prefix, in its number type and with its positions.
+
+        Slots that have a log-bias from an earlier compression keep it, and the fit's comes on top.
+        """
+        num_examples, num_heads = layer.keys.shape[:2]
+        grid: HeadGrid = []
+        for example in range(num_examples):
+            of_example = []
+            for head in range(num_heads):
+                fit = fits[index, example, head]
+                before = layer.present_head(example, head)
+                bias = fit.log_bias if self.log_bias else None
+                if before.log_bias is not None:
+                    bias = fit.bias_or_zeros() + before.log_bias[fit.positions]
+                positions = before.positions
+                positions = None if positions is None else positions[fit.positions]
+                slots = replace(fit.to(layer.keys.dtype), log_bias=bias, positions=positions)
+                of_example.append(slots)
+            grid.append(of_example)
+        return grid
 
 
 def match_attention(
@@ -241,40 +225,23 @@ def match_attention(
     num_iters: int | None = None,
     ridge: float | None = 0.05,
     log_bias: bool = True,
+    bits: int | None = None,
 ) -> HeadSlots:
-    """The slots of a batch of KV heads, in at least float32, with their positions in the prefix.
+    """The slots of a batch of KV heads, in at least float32; positions are those in the prefix.
 
     Args:
         batch: keys, values, queries and their weights.
         dense: their attention over the whole prefix.
         num_slots: slots per head; heads that have no more slots keep all of them unchanged.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
-    """
-    slots, _ = _match(
-        batch, dense, num_slots, num_iters=num_iters, ridge=ridge, log_bias=log_bias, bits=None
-    )
-    return slots
-
-
-def _match(
-    batch: HeadBatch,
-    dense: DenseAttention,
-    num_slots: int,
-    *,
-    num_iters: int | None,
-    ridge: float | None,
-    log_bias: bool,
-    bits: int | None,
-) -> tuple[HeadSlots, RoundedHeads | None]:
-    """As ``match_attention``; with ``bits``, keys and values in few bits as well.
-
-    The keys are rounded before the fit and the values after it, also where all slots are kept.
+        bits: with codes, also where all slots are kept: the keys are rounded before the fit and the
+            values after it. None: without.
     """
     num_heads, prefix_len, _ = batch.keys.shape
     if num_slots >= prefix_len and bits is None:
         every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
         no_bias = torch.zeros_like(batch.keys[..., 0])
-        return HeadSlots(batch.keys, batch.values, no_bias, every_slot), None
+        return HeadSlots(batch.keys, batch.values, no_bias, every_slot)
     slots = dense.first_slots(num_slots)
     keys = take(batch.keys, slots)
     slot_values = take(batch.values, slots)
@@ -293,52 +260,10 @@ def _match(
         scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
     )
     if bits is None or rounded_keys is None:
-        return HeadSlots(keys, values, bias, slots), None
+        return HeadSlots(keys, values, bias, slots)
     rounded_values = round_values_together(values, attention, bits)
-    fit = HeadSlots(keys, rounded_values.numbers, bias, slots)
-    return fit, RoundedHeads(rounded_keys, rounded_values)
-
-
-def _grid(fits: Mapping[HeadIndex, HeadSlots], index: int, keys: Tensor) -> HeadGrid:
-    """The heads of one layer, which has these keys, per example and KV head."""
-    num_examples, num_heads = keys.shape[:2]
-    return [
-        [fits[index, example, head] for head in range(num_heads)] for example in range(num_examples)
-    ]
-
-
-def _layer(
-    trace: Trace,
-    index: int,
-    fits: Mapping[HeadIndex, HeadSlots],
-    *,
-    log_bias: bool,
-    bits: int | None,
-) -> Layer | QuantizedLayer:
-    """One layer from the fitted slots of its heads.
-
-    Args:
-        trace: of the prefix, without protected slots.
-        index: of the layer.
-        fits: slots of every head, their log-bias without that from an earlier compression.
-        log_bias: whether the method fits one.
-        bits: of quantised slots; None: they are not quantised.
-    """
-    dtype = trace.keys[index].dtype
-    heads: HeadGrid = []
-    for example, row in enumerate(_grid(fits, index, trace.keys[index])):
-        of_example = []
-        for head, fit in enumerate(row):
-            earlier_bias = trace.head(index, example, head).log_bias
-            bias = fit.log_bias if log_bias else None
-            if earlier_bias is not None:
-                bias = fit.bias_or_zeros() + earlier_bias[fit.positions]
-            slots = replace(fit.to(dtype), log_bias=bias)
-            of_example.append(replace(slots, positions=None) if trace.past_len else slots)
-        heads.append(of_example)
-    if bits is not None:
-        return QuantizedLayer.of_heads(heads, bits, dtype)
-    return CompactLayer.of_heads(heads)
+    codes = list(RoundedHeads(rounded_keys, rounded_values).split())
+    return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
 
 
 def _check_budget_file(budgets: str) -> None:

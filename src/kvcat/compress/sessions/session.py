@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
-from kvcat.compress.protection import clipped, joined_ranges, protecting
+from kvcat.compress.prefix import clipped, joined_ranges, protecting
 from kvcat.compress.ranges import Range
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
