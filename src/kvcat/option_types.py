@@ -124,12 +124,6 @@ Bos = Annotated[
         "(always), or none (never)."
     ),
 ]
-AllowSpecial = Annotated[
-    bool,
-    tyro.conf.arg(
-        help="Encode text that spells a control token, such as <|im_end|>, as that control token."
-    ),
-]
 Split = Annotated[
     Literal["all", "test", "validation", "train"],
     tyro.conf.arg(

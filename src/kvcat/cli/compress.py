@@ -32,7 +32,6 @@ def compress(
     bits: opt.CacheBits = "auto",
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
-    allow_special: opt.AllowSpecial = False,
     room: opt.Unset[opt.Count] = None,
     protect: opt.Unset[opt.Protect] = None,
     protect_text: opt.Unset[Path] = None,
@@ -110,7 +109,6 @@ def compress(
             },
             supervision=supervision,
             chat=chat,
-            allow_special=allow_special,
             room=room,
             seed=seed,
             device=device,
@@ -148,7 +146,6 @@ def compress(
         bits=bits,
         supervision=supervision,
         chat=chat,
-        allow_special=allow_special,
         room=room,
         protect=protect,
         protect_text=protect_text,
@@ -172,7 +169,6 @@ def _compress_text(
     bits: str,
     supervision: str,
     chat: bool,
-    allow_special: bool,
     room: int | None,
     protect: str | None,
     protect_text: Path | None,
@@ -228,7 +224,7 @@ def _compress_text(
     compressor = seeded_compressor(name, options, seed)
     config = read_config(model)
     tokenizer = load_tokenizer(model)
-    sequence = reconstruction(tokenizer, document, chat=chat, allow_special=allow_special)
+    sequence = reconstruction(tokenizer, document, chat=chat)
     check_length(config, sequence, supervision)
     ranges = protected_ranges(
         tokenizer,
@@ -236,7 +232,6 @@ def _compress_text(
         system=protect == "system",
         passages=passages,
         chat=chat,
-        allow_special=allow_special,
     )
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
     trace = sequence_trace(loaded, sequence, supervision=supervision, room=room)
@@ -247,7 +242,7 @@ def _compress_text(
         choices = [compressor.bits] if is_chosen else None
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
         compressor = compressor if cache_bits is None else compressor.in_bits(cache_bits)
-    command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
+    command = (model, document, method, keep_ratio, slots, seed, chat, room, dtype)
     protected = (trace.protected,) if trace.protected else ()
     state = _state_file(output, (*command, *protected))
     if max_kl is not None:

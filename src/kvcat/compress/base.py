@@ -50,8 +50,8 @@ class Compressor(ABC):
     6. what came out is checked, and described (``facts``).
 
     Args:
-        bits: 8 or 4: keys and values become packed codes with that number of bits. None: they stay in the
-            model's number type.
+        bits: 8 or 4: keys and values become packed codes with that number of bits. None: they stay
+            in the model's number type.
     """
 
     bits: int | None = field(default=None, kw_only=True)

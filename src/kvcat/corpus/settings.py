@@ -27,7 +27,6 @@ class CorpusSettings:
         bits: bits of keys and values in packed codes ("8" or "4"); None: ordinary numbers.
         supervision: as in ``document_trace``.
         chat: documents open a user's turn in the tokenizer's chat template.
-        allow_special: text that spells a control token becomes that token.
         room: tokens of question and answer, for rotary factors that depend on the length.
         seed: of randomised methods.
         check: measure each document's KL on held-out positions (``CorpusCompressor``).
@@ -44,7 +43,6 @@ class CorpusSettings:
     bits: str | None = None
     supervision: str = "reconstruction"
     chat: bool = False
-    allow_special: bool = False
     room: int | None = None
     seed: int = 0
     check: bool = False
