@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import seeds_p_value
-from kvcat.evals.intervals import coverage_of_mean
+from kvcat.evals.intervals import coverage_of_mean, seeds_p_value
 from kvcat.evals.shares import share, share_difference, wilson
 from kvcat.evals.significance import (
     holm,

@@ -53,7 +53,6 @@ def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
     proportions with small expected number of positive counts"; Dean and Pagano 2015, "Evaluating
     confidence interval methods for binomial proportions in clustered surveys".
     """
-    num_scores = len(scores)
     mean = float(scores.mean())
     if mean in (0.0, 1.0):
         num_effective, quantile = float(len(set(documents))), NORMAL_QUANTILE

@@ -1,4 +1,4 @@
-"""Tests of differences between models: permutations, sign flips, Holm; warnings on small samples."""
+"""Tests of differences between models: permutations, Holm; warnings on small samples."""
 
 import math
 from collections.abc import Callable, Sequence
