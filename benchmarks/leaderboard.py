@@ -29,8 +29,8 @@ from windows import add_options
 
 import kvcat
 from kvcat.errors import run_script
-from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
+from kvcat.stats.intervals import ClusterBootstrap
 
 METHODS = {
     "attention-matching": "Attention Matching, the default",

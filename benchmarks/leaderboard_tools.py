@@ -11,9 +11,10 @@ import pandas as pd
 from named_models import NamedModel
 
 from kvcat.errors import InputError
-from kvcat.evals.records import method_label, read_config
+from kvcat.evals.records import read_config
 from kvcat.options import parse_spec
 from kvcat.report import Results, read_results
+from kvcat.stats.records import method_label
 
 METRIC = "exact_match"
 

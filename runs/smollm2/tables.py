@@ -36,9 +36,9 @@ from records import (
 
 from kvcat.errors import run_script
 from kvcat.evals import ClusterBootstrap, Estimate
-from kvcat.evals.significance import holm
-from kvcat.evals.summary import SIGNIFICANT
 from kvcat.report.figures import Figure, difference_figure, keep_label, ratio_figure
+from kvcat.stats.significance import holm
+from kvcat.stats.summary import SIGNIFICANT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]

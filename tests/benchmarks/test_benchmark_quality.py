@@ -10,7 +10,7 @@ import questions
 from named_models import NamedModel, parse_models
 from quality import makes_cache, report, report_kinds, table, written
 
-from kvcat.evals.intervals import ClusterBootstrap
+from kvcat.stats.intervals import ClusterBootstrap
 from tiny import refusal
 
 

@@ -9,8 +9,8 @@ from statistics import mean
 import numpy as np
 import pytest
 
-from kvcat.evals.significance import sign_flip_p_value
 from kvcat.report.paper import paper_tables
+from kvcat.stats.significance import sign_flip_p_value
 
 PAPER = Path(__file__).resolve().parents[3] / "shared" / "paper" / "kv-cat.tex"
 SMALL = "Qwen2.5-0.5B"

@@ -1,17 +1,16 @@
 """Append-only results on disk: a JSON line per example, model, method, keep ratio, step, seed."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcat.cache import are_comparable
 from kvcat.errors import InputError, one_line
 from kvcat.evals.registry import evaluation_names, find_evaluation
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
+from kvcat.stats.records import Key, Record, method_label, models_of
 
 _CONFIG_FIELDS = ("evaluation", "dataset", "num_examples", "methods")
 _METHOD_FIELDS = ("name", "options", "keep_ratios", "num_examples")
@@ -28,55 +27,7 @@ _COST_FIELDS = (
     "peak_mib",
 )
 _SECONDS_FOR_CLAIM = 5.0
-Key = tuple[Any, ...]
 Shard = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Record:
-    """The values of one example for one model, method, keep ratio, step and seed.
-
-    Raises:
-        InputError: a value is NaN.
-    """
-
-    model: str  # label; LABEL@SEED if there are several training runs
-    fingerprint: str  # identifies the model's weights
-    dtype: str  # dtype of the weights, e.g. float32
-    method: str  # name of the compressor or of the baseline
-    options: str  # options that were set, as JSON with sorted keys
-    keep_ratio: float  # fraction of slots kept; for a baseline, fraction of the context seen
-    step: int | None  # gradient steps; None for a method without steps
-    seed: int | None  # seed of a randomised method; None for the others
-    dataset: str
-    stratum: str  # group that is also reported separately; may be empty
-    document: str  # name of the document, the unit that is resampled
-    example: str  # name of the example within its document
-    values: dict[str, float]  # by metric; shares are in [0, 1]
-
-    def __post_init__(self) -> None:
-        for name, value in self.values.items():
-            if math.isnan(value):
-                place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
-                example = f"example {self.example!r} of {self.document!r}"
-                raise InputError(f"{place}: {name} of {example} is {value}, not a number")
-
-    @property
-    def key(self) -> Key:
-        """The fields that identify the record: all except the values and the stratum."""
-        fields = vars(self).items()
-        return tuple(value for name, value in fields if name not in ("stratum", "values"))
-
-    @property
-    def method_label(self) -> str:
-        """The method's name with its options, e.g. ``attention-matching preset=paper``."""
-        return method_label(self.method, json.loads(self.options))
-
-
-def method_label(name: str, options: Mapping[str, Any]) -> str:
-    """A method's name with its options, e.g. ``attention-matching preset=paper``."""
-    settings = [f"{key}={value}" for key, value in sorted(options.items())]
-    return " ".join([name, *settings])
 
 
 class ResultsFolder:
@@ -276,26 +227,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     for method in config["methods"]:
         _check_fields(method, _METHOD_FIELDS, f"{file} is damaged, a method")
     return config
-
-
-def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
-    """The fingerprint and dtype of each model's weights, by label.
-
-    Raises:
-        InputError: one label has two sets of weights.
-    """
-    models: dict[str, dict[str, str]] = {}
-    for record in records:
-        weights = {"fingerprint": record.fingerprint, "dtype": record.dtype}
-        known = models.setdefault(record.model, weights)
-        if not are_comparable(record.fingerprint, known["fingerprint"]):
-            # another version of kvcat computes other fingerprints for the same weights
-            known = {**known, "fingerprint": record.fingerprint}
-        if known != weights:
-            raise InputError(
-                f"the records of model {record.model!r} come from two different models"
-            )
-    return models
 
 
 def _lines(folder: Path, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:

@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import coverage_of_mean, seeds_p_value
-from kvcat.evals.shares import share, share_difference, wilson
-from kvcat.evals.significance import (
+from kvcat.stats.intervals import coverage_of_mean, seeds_p_value
+from kvcat.stats.shares import share, share_difference, wilson
+from kvcat.stats.significance import (
     holm,
     sign_flip_p_value,
     small_sample_warning,

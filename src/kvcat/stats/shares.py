@@ -5,7 +5,7 @@ import math
 import numpy as np
 from jaxtyping import Float
 
-from kvcat.evals.intervals import NORMAL_QUANTILE, Array, Estimate, Names, student_quantile
+from kvcat.stats.intervals import NORMAL_QUANTILE, Array, Estimate, Names, student_quantile
 
 
 def wilson(

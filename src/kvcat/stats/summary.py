@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import (
+from kvcat.stats.intervals import (
     NO_ESTIMATE,
     Array,
     Draws,
     Estimate,
     seeds_p_value,
 )
-from kvcat.evals.records import Record
-from kvcat.evals.samples import (
+from kvcat.stats.records import Record
+from kvcat.stats.samples import (
     METRICS,
     SIZES,
     Cell,
@@ -25,8 +25,8 @@ from kvcat.evals.samples import (
     record_table,
     samples_by_cell,
 )
-from kvcat.evals.shares import share_difference
-from kvcat.evals.significance import (
+from kvcat.stats.shares import share_difference
+from kvcat.stats.significance import (
     holm,
     sign_flip_p_value,
     small_sample_warning,

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 from jaxtyping import Float, Int
 
-from kvcat.evals.intervals import LEVEL, NUM_MEDIAN_CHUNKS, Array, Names
-from kvcat.evals.shares import effective_answers
+from kvcat.stats.intervals import LEVEL, NUM_MEDIAN_CHUNKS, Array, Names
+from kvcat.stats.shares import effective_answers
 
 # for p < 0.05, an exact test needs this many differing examples, all in favour of one model
 _FEWEST_DIFFERING = math.ceil(1.0 - math.log2(1.0 - LEVEL))
