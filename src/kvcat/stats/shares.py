@@ -48,7 +48,7 @@ def share(scores: Float[Array, " examples"], documents: Names) -> Estimate:
 
     In a simulation with beta-binomial answers (12 documents of 1 to 12 answers, 12 of 4 and of 12,
     30 of 10; means of .1 to .9) it covers 93 to 97 % for correlations in a document of up to .1 and
-    90 to 97 % for .3. Wilson's interval for the number of documents covers 98 to 100 %, and for n
+    88 to 97 % for .3. Wilson's interval for the number of documents covers 98 to 100 %, and for n
     60 to 90 %. Close to 0 or 1 with strongly correlated answers it covers less (87 % at .1 and .6).
 
     References: Kish 1965, "Survey sampling"; Korn and Graubard 1998, "Confidence intervals for
