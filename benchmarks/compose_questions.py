@@ -18,8 +18,8 @@ the other documents are what it can be confused with.
 
 All but the truncated text keep every slot (dense), or --keep of them by Attention Matching, fitted
 to a repetition of the text ("reconstruction", as `kvcat compress` does by default) or with
---supervision self to its own queries. Intervals are Wilson's for the number of sets, as if the
-questions of one set were copies. Every answer is written to --out when it is made; the same command
+--supervision self to its own queries. Intervals are Wilson's with a design effect for the
+questions of one set. Every answer is written to --out when it is made; the same command
 continues an interrupted run.
 """
 

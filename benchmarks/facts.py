@@ -16,8 +16,8 @@ do not become part of the conversation.
                   session holds then
     truncated     the template's opening and the last tokens, as many as these slots
 
-Intervals are Wilson's for the number of conversations, as if one's questions were copies. Every
-answer is written to --out when it is made; the same command continues an interrupted run.
+Intervals are Wilson's with a design effect for the questions of one conversation. Every answer is
+written to --out when it is made; the same command continues an interrupted run.
 """
 
 import argparse

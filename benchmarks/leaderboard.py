@@ -1,54 +1,104 @@
-"""Every method on two real models: KL, right answers, seconds and bytes, as one page.
+"""Methods on two real models: KL, right answers, seconds and bytes; every cell from its records.
 
     python benchmarks/leaderboard.py --model smollm2-135m NAME=FOLDER \\
-        --data prose=FILE tech=FILE code=installed:test --out OUT --page docs/leaderboard.md
+        --data prose=FILE technical=FILE --out OUT   # measures, and puts the records away
+    python benchmarks/leaderboard.py --write         # page, picture, README's tables from records
+    python benchmarks/leaderboard.py --check         # exit code 1 if one of them is different
 
-A method is added with --add METHOD; what is measured already is not measured again. The figures are
-those of ``quality.py`` (a document alone: a cache that is made from a prefix without knowing what
-follows), of ``questions.py`` and, with --tools, of ``kvcat eval tools``; the records stay in --out.
-Methods that are fitted to queries use a repetition of the document, as ``kvcat compress`` does. A
-method of another package works here as soon as the package is installed (docs/extend.md).
+The figures are those of ``quality.py`` (a document alone: a cache that is made from a prefix
+without knowing what follows) and of ``questions.py``. Methods that are fitted to queries use a
+repetition of the document, as ``kvcat compress`` does. Both benchmarks write each cell to --out
+when it is measured, and the same command continues. A method is added with --add METHOD; one of
+another package works here as soon as the package is installed (docs/extend.md).
+
+``records/`` has what is shown: a row for each window, method and size (``losses.csv.gz``), a row
+for each question, condition and size (``answers.csv.gz``), and what made them (``about.json``).
+README's table of an engine is from docs/serving.jsonl (``serving.py``).
 """
 
 import argparse
-import platform
+import gzip
+import hashlib
+import io
+import re
+import subprocess
+import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
-import torch
-import transformers
-from leaderboard_tools import measure_tool_calls, run_python, tool_calls_section
 from named_models import add_model_option, parse_models
 from peers import LEARNING, method_of
-from quality import table
-from questions import BASELINES, right, share
+from PIL import Image
+from questions import BASELINES, right
 from windows import add_options
 
-import kvcat
 from kvcat.errors import run_script
-from kvcat.evals.intervals import ClusterBootstrap
-from kvcat.files import append_jsonl, read_jsonl
+from kvcat.files import read_json, read_jsonl, write_json
+from kvcat.provenance import provenance
+from kvcat.stats import (
+    ClusterBootstrap,
+    Estimate,
+    holm,
+    share,
+    share_difference,
+    sign_flip_p_value,
+    swap_p_value,
+)
+from kvcat.stats.intervals import coverage_of_mean
 
+DEFAULT = "attention-matching"
 METHODS = {
-    "attention-matching": "Attention Matching, the default",
+    DEFAULT: "Attention Matching, the default",
     "attention-matching,budgets=equal": "the same, as many slots in every head",
     "attention-matching,preset=paper": "Attention Matching as in the KV-CAT paper",
     "kvpress:KVzipPress": "KVzip (kvpress)",
-    "kvpress:ExpectedAttentionPress": "Expected Attention (kvpress)",
     "h2o": "H2O",
     "snapkv": "SnapKV",
-    "tova": "TOVA",
     "streaming": "StreamingLLM",
 }
 """Methods by specification, and their names in words."""
-UNPLOTTED = ("attention-matching,budgets=equal", "tova")
+TRUNCATED = "truncated@text"
+README_ROWS = {
+    DEFAULT: "**kvcat, the default**",
+    "kvpress:KVzipPress": "KVzip (kvpress)",
+    "h2o": "H2O",
+    "snapkv": "SnapKV",
+    "attention-matching,preset=paper": "Attention Matching as in the KV-CAT paper",
+}
+README_KEEP = 0.2
+TITLES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
+UNPLOTTED = ("attention-matching,budgets=equal",)
 MARKERS = "osD^vPX<>"
 WAY = "reconstruction"
 KEEPS = (0.05, 0.1, 0.2, 0.4)
+SIGNIFICANT = 0.05
+LOSSES = (
+    *("model", "window", "kind", "document", "method", "way", "keep", "seconds", "bytes"),
+    *("kl_first", "kl_second"),
+)
+"""Columns of the records of KL; the last two are its means over the halves of the suffix."""
 FOLDER = Path(__file__).parent
+ROOT = FOLDER.parent
+RECORDS = FOLDER / "records"
+PAGE = ROOT / "docs" / "leaderboard.md"
+PICTURE = ROOT / "docs" / "quality.png"
+README = ROOT / "README.md"
+SERVING = ROOT / "docs" / "serving.jsonl"
+BLOCK = re.compile(
+    r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
+)
+
+
+def condition_of(method: str) -> str:
+    """The condition of ``questions.py`` that a method is asked in."""
+    return f"{method}@{WAY if method.startswith(LEARNING) else 'self'}"
 
 
 def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
@@ -66,177 +116,447 @@ def measure(options: argparse.Namespace, methods: Sequence[str]) -> None:
     for some_methods, way in ((learning, WAY), (others, "suffix")):
         if some_methods:
             run("quality.py", *shared, *quality, "--ways", way, "--methods", *some_methods)
-    if options.tools:
-        cases, functions = options.tools
-        models = parse_models(options.model)
-        measure_tool_calls(models, methods, KEEPS, options.out, cases=cases, functions=functions)
-    if not any(options.documents):
-        return
-    conditions = list(map(condition_of, methods))
     asked = ["--out", str(options.out / "questions.jsonl"), "--keep", *keeps]
     asked += ["--documents", *map(str, options.documents)]
-    run("questions.py", *shared, *asked, "--conditions", *conditions, "truncated@text")
-
-
-def condition_of(method: str) -> str:
-    """The condition of ``questions.py`` that a method is asked in."""
-    return f"{method}@{WAY if method.startswith(LEARNING) else 'self'}"
+    conditions = list(map(condition_of, methods))
+    run("questions.py", *shared, *asked, "--conditions", *conditions, TRUNCATED)
 
 
 def run(script: str, *arguments: str) -> None:
-    """Run a benchmark of this folder."""
-    run_python(str(FOLDER / script), *arguments)
+    """Run a benchmark of this folder; where it fails, it has said why, and this program ends."""
+    code = subprocess.run([sys.executable, str(FOLDER / script), *arguments], check=False)
+    if code.returncode:
+        sys.exit(code.returncode)
 
 
-def of_documents(records: list[dict]) -> list[dict]:
-    """The records of caches that were made from the document alone."""
-    return [
-        record
-        for record in records
-        if (record["way"] == WAY) == record["method"].startswith(LEARNING)
-    ]
-
-
-def losses(records: list[dict], methods: Sequence[str]) -> pd.DataFrame:
-    """KL of a document alone on the windows that every method has: by window (rows), method and
-    keep ratio."""
-    return table(record for record in records if record["method"] in methods)[WAY]
-
-
-def estimates(kl: pd.DataFrame) -> pd.DataFrame:
-    """The means over windows with their intervals, by method and keep ratio."""
-    bootstrap = ClusterBootstrap(list(kl.index.get_level_values("document")))
-    rows = []
-    for method, keep in kl.columns:
-        estimate = bootstrap.mean(kl[method, keep].to_numpy())
-        rows.append((method, keep, estimate.value, estimate.low, estimate.high))
-    return pd.DataFrame(rows, columns=["method", "keep", "value", "low", "high"])
-
-
-def costs(records: list[dict]) -> pd.DataFrame:
-    """Medians over windows by method: processor seconds for all sizes, and the share of the dense
-    cache's bytes at 10 %."""
-    frame = pd.DataFrame(records)
-    seconds = frame.groupby(["method", "window"]).seconds.sum().groupby("method").median()
-    shares = frame[frame.keep == 0.1].groupby("method").bytes.median()
-    return pd.DataFrame({"seconds": seconds, "bytes": shares})
-
-
-def answers(records: list[dict], condition: str, keep: float) -> str:
-    """Percent of right answers with its interval."""
+def put_away(options: argparse.Namespace) -> None:
+    """Write the records of --out as they are kept, with the versions and the command."""
+    RECORDS.mkdir(exist_ok=True)
+    losses = []
+    quality = options.out / "quality" / "records.jsonl"
+    for record in read_jsonl(quality) if quality.exists() else []:
+        first, second = record["halves"]
+        cell = {name: record[name] for name in LOSSES[:-2]}
+        losses.append(cell | {"kl_first": first, "kl_second": second})
+    write_table("losses", pd.DataFrame(losses, columns=list(LOSSES)))
     rows = [
-        {"document": record["document"], "right": float(right(answer, code))}
-        for record in records
-        if record["condition"] == condition and record["keep"] == keep
-        for answer, (_, code) in zip(record["answers"], record["asked"], strict=True)
+        {
+            "model": record["model"],
+            "document": record["document"],
+            "kind": record["kind"],
+            "length": record["length"],
+            "condition": record["condition"],
+            "keep": record["keep"],
+            "question": name,
+            "asked": code,
+            "answer": answer,
+            "right": int(right(answer, code)),
+            "seconds": record["seconds"],
+        }
+        for record in read_jsonl(options.out / "questions.jsonl")
+        for answer, (name, code) in zip(record["answers"], record["asked"], strict=True)
     ]
-    return share(pd.DataFrame(rows)) if rows else ""
+    write_table("answers", pd.DataFrame(rows))
+    facts = provenance()
+    facts["command"] = " ".join(command_of(options))
+    write_json(RECORDS / "about.json", facts | {"date": options.date})
 
 
-def section(
-    label: str, quality: list[dict], asked: list[dict], methods: dict[str, str], out: Path
-) -> str:
-    """The tables of one model."""
-    by_window = losses(quality, list(methods))
-    kl = estimates(by_window).set_index(["method", "keep"])
-    cost = costs(quality)
-    windows = len(by_window)
-    documents = by_window.index.get_level_values("document").nunique()
+def command_of(options: argparse.Namespace) -> list[str]:
+    """The command without the folders of this machine."""
+    labels = [model.label for model in parse_models(options.model)]
+    command = ["python benchmarks/leaderboard.py --model", *labels, "--data"]
+    command += [f"{source.partition('=')[0]}=..." for source in options.data]
+    command += [f"--half {options.half} --windows {options.windows}"]
+    command += [f"--per-document {options.per_document}"]
+    return [*command, f"--documents {' '.join(map(str, options.documents))}", "--out OUT"]
+
+
+def write_table(name: str, frame: pd.DataFrame) -> None:
+    """A table of records, compressed; equal records give equal bytes."""
+    text = frame.to_csv(index=False).encode()
+    (RECORDS / f"{name}.csv.gz").write_bytes(gzip.compress(text, mtime=0))
+
+
+@dataclass(frozen=True)
+class Records:
+    """What is kept of a measurement."""
+
+    losses: pd.DataFrame
+    answers: pd.DataFrame
+    about: dict[str, Any]
+
+    @classmethod
+    def read(cls, folder: Path = RECORDS) -> "Records":
+        """The records of a folder; answers and numbers that were asked are texts."""
+        losses = pd.read_csv(folder / "losses.csv.gz")
+        texts = dict.fromkeys(["question", "asked", "answer"], str)
+        answers = pd.read_csv(folder / "answers.csv.gz", dtype=texts, keep_default_na=False)
+        return cls(losses, answers, read_json(folder / "about.json"))
+
+    @cached_property
+    def labels(self) -> list[str]:
+        """The models, in the order of the records."""
+        return list(dict.fromkeys([*self.answers["model"], *self.losses["model"]]))
+
+    def of_model(self, label: str) -> "OfModel":
+        """The records of one model that are shown."""
+        losses = self.losses[self.losses["model"] == label]
+        return OfModel(label, losses, self.answers[self.answers["model"] == label])
+
+
+@dataclass(frozen=True)
+class OfModel:
+    """The records of one model."""
+
+    label: str
+    losses: pd.DataFrame
+    answers: pd.DataFrame
+
+    @property
+    def title(self) -> str:
+        """The model's name on the first page."""
+        return TITLES.get(self.label, self.label)
+
+    @cached_property
+    def kl(self) -> pd.DataFrame:
+        """KL by window and document (rows), method and keep ratio; windows that all methods have.
+
+        Of a document alone: methods that learn were fitted to a repetition, the others read it.
+        """
+        learns = self.losses["method"].astype(str).str.startswith(LEARNING)
+        alone = self.losses[(self.losses["way"] == WAY) == learns]
+        alone = alone.assign(kl=(alone["kl_first"] + alone["kl_second"]) / 2)
+        return alone.pivot(
+            index=["window", "document"], columns=["method", "keep"], values="kl"
+        ).dropna()
+
+    @property
+    def documents(self) -> list[str]:
+        """The document of each window of ``kl``."""
+        return list(self.kl.index.get_level_values("document"))
+
+    def kl_estimate(self, method: str, keep: float) -> Estimate | None:
+        """Mean KL over windows with its interval; None where it was not measured."""
+        if (method, keep) not in self.kl.columns:
+            return None
+        return ClusterBootstrap(self.documents).mean(self.kl[method, keep].to_numpy())
+
+    @property
+    def coverage(self) -> int:
+        """What these intervals cover, per cent: the median over methods and sizes."""
+        columns = self.kl.to_numpy().T
+        return round(np.median([coverage_of_mean(column, self.documents) for column in columns]))
+
+    def costs(self, method: str) -> tuple[float, float]:
+        """Medians over windows: seconds of all sizes, fraction of the dense bytes at 10 %."""
+        rows = self.losses[self.losses["method"] == method]
+        seconds = rows.groupby("window")["seconds"].sum().median()
+        return float(seconds), float(rows[rows["keep"] == 0.1]["bytes"].median())
+
+    @cached_property
+    def marks(self) -> pd.DataFrame:
+        """Right answers by document and question (rows), condition and keep ratio.
+
+        Documents are those on which every condition was asked at the first page's size. A size on
+        which one of its conditions lacks a document is left out.
+        """
+        table = self.answers.pivot(
+            index=["document", "question"], columns=["condition", "keep"], values="right"
+        )
+        first_page = table.xs(README_KEEP, axis=1, level="keep", drop_level=False)
+        baselines = table[[column for column in table.columns if column in BASELINES]]
+        complete = table[first_page.notna().all(axis=1) & baselines.notna().all(axis=1)]
+        return complete.dropna(axis=1)
+
+    def right_answers(self, condition: str, keep: float) -> Estimate | None:
+        """The fraction of right answers with its interval; None where it was not measured."""
+        if (condition, keep) not in self.marks.columns:
+            return None
+        return share(self.marks[condition, keep].to_numpy(float), self.asked_documents)
+
+    @property
+    def asked_documents(self) -> list[str]:
+        """The document of each question of ``marks``."""
+        return list(self.marks.index.get_level_values("document"))
+
+    def paired(self, condition: str, keep: float) -> tuple[Estimate, float]:
+        """Right answers of the default minus those of a condition, with interval and p-value."""
+        ours = self.marks[condition_of(DEFAULT), keep].to_numpy(float)
+        theirs = self.marks[condition, keep].to_numpy(float)
+        documents = self.asked_documents
+        difference = share_difference(ours, theirs, documents)
+        return difference, sign_flip_p_value(ours, theirs, documents)
+
+
+def unclear(p_values: dict[tuple[str, float], float]) -> set[tuple[str, float]]:
+    """The cells whose difference may be chance, after Holm's correction over those of one size.
+
+    Args:
+        p_values: by method or condition and keep ratio.
+    """
+    cells = set()
+    for keep in {keep for _, keep in p_values}:
+        of_size = {place: p for place, p in p_values.items() if place[1] == keep}
+        corrected = holm(np.array(list(of_size.values())))
+        cells |= {place for place, p in zip(of_size, corrected, strict=True) if p > SIGNIFICANT}
+    return cells
+
+
+def kl_table(model: OfModel, names: dict[str, str]) -> list[str]:
+    """The lines of the table of KL."""
+    p_values = {
+        (method, keep): swap_p_value(
+            np.asarray,
+            [model.kl[method, keep].to_numpy()],
+            [model.kl[DEFAULT, keep].to_numpy()],
+            model.documents,
+        )
+        for method, keep in model.kl.columns
+        if method != DEFAULT
+    }
+    same = unclear(p_values)
     head = " | ".join(f"{100 * keep:g} %" for keep in KEEPS)
-    rule = "|---" * (len(KEEPS) + 1)
     lines = [
-        f"## {label}",
-        "",
-        wrapped(
-            "KL(dense || compact), nats per token, on the 256 tokens after a prefix compressed "
-            f"without them: {windows} windows of {documents} documents, 95 % intervals over "
-            "documents."
-        ),
-        "",
         f"| slots kept | {head} | seconds | bytes at 10 % |",
-        f"{rule}|---|---|",
+        "|---" * (len(KEEPS) + 1) + "|---|---|",
     ]
-    for method, name in methods.items():
+    for method, name in names.items():
+        if method not in model.kl.columns.get_level_values("method"):
+            continue
         cells = []
         for keep in KEEPS:
-            estimate = kl.loc[(method, keep)]
-            cells.append(f"{estimate.value:.2g} [{estimate.low:.2g}, {estimate.high:.2g}]")
-        seconds, share_of_bytes = cost.loc[method]
+            estimate = model.kl_estimate(method, keep)
+            text = "-"
+            if estimate is not None:
+                text = f"{estimate.value:.2g} [{max(0.0, estimate.low):.2g}, {estimate.high:.2g}]"
+            cells.append(f"{text}†" if (method, keep) in same else text)
+        seconds, share_of_bytes = model.costs(method)
         cells += [f"{seconds:.1f}", f"{100 * share_of_bytes:.1f} %"]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    if asked:
-        lines += questions_table(asked, methods)
-    sentence, table_lines = tool_calls_section(out, label, methods, KEEPS)
-    if sentence:
-        lines += ["", wrapped(sentence)]
-    if table_lines:
-        lines += ["", *table_lines]
-    return "\n".join(lines)
-
-
-def whole_documents(asked: list[dict]) -> list[dict]:
-    """The records of the documents on which every condition has answered that a model was asked
-    in.
-    """
-    conditions: dict[str, set[str]] = {}
-    answered: dict[tuple[str, str], set] = {}
-    for record in asked:
-        conditions.setdefault(record["model"], set()).add(record["condition"])
-        place = (record["model"], record["document"])
-        answered.setdefault(place, set()).add((record["condition"], record["keep"]))
-    baselines = [condition for condition, _ in BASELINES]
-    whole = set()
-    for (model, document), cells in answered.items():
-        compact = conditions[model].difference(baselines)
-        wanted = {(condition, keep) for condition in compact for keep in KEEPS} | set(BASELINES)
-        if cells >= wanted:
-            whole.add((model, document))
-    return [record for record in asked if (record["model"], record["document"]) in whole]
-
-
-def questions_table(asked: list[dict], methods: dict[str, str]) -> list[str]:
-    """The lines of the table of right answers, a row for every condition that was asked in."""
-    dense, none = (answers(asked, condition, keep) for condition, keep in BASELINES)
-    questions = sum(len(r["asked"]) for r in asked if r["condition"] == BASELINES[0][0])
-    lines = [
-        "",
-        wrapped(
-            f"Right answers, per cent, to {questions} questions about facts in a document; the "
-            f"dense cache {dense}, without the document {none}."
-        ),
-        "",
-        f"| slots kept | {' | '.join(f'{100 * keep:g} %' for keep in KEEPS)} |",
-        "|---" * (len(KEEPS) + 1) + "|",
-    ]
-    conditions = {condition_of(method): name for method, name in methods.items()}
-    conditions["truncated@text"] = "no compression: beginning and end of the text"
-    asked_in = {record["condition"] for record in asked}
-    for condition, name in conditions.items():
-        if condition not in asked_in:
-            continue
-        cells = [answers(asked, condition, keep) for keep in KEEPS]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], path: Path) -> None:
-    """KL against the slots kept, a panel for each model, with 95 % intervals over documents."""
+def conditions_by_name(names: dict[str, str]) -> dict[str, str]:
+    """The conditions of the questions, and their names in words."""
+    conditions = {condition_of(method): name for method, name in names.items()}
+    return conditions | {TRUNCATED: "no compression: beginning and end of the text"}
+
+
+def questions_table(model: OfModel, names: dict[str, str]) -> list[str]:
+    """The lines of the table of right answers."""
+    conditions = conditions_by_name(names)
+    measured = [(c, keep) for c, keep in model.marks.columns if c in conditions]
+    keeps = [keep for keep in KEEPS if (condition_of(DEFAULT), keep) in measured]
+    p_values = {
+        (condition, keep): model.paired(condition, keep)[1]
+        for condition, keep in measured
+        if condition != condition_of(DEFAULT) and keep in keeps
+    }
+    same = unclear(p_values)
+    lines = [
+        f"| slots kept | {' | '.join(f'{100 * keep:g} %' for keep in keeps)} |",
+        "|---" * (len(keeps) + 1) + "|",
+    ]
+    for condition, name in conditions.items():
+        cells = []
+        for keep in keeps:
+            estimate = model.right_answers(condition, keep)
+            text = "-" if estimate is None else percent(estimate)
+            cells.append(f"{text}†" if (condition, keep) in same else text)
+        if set(cells) != {"-"}:
+            lines.append(f"| {name} | {' | '.join(cells)} |")
+    return lines
+
+
+def percent(estimate: Estimate) -> str:
+    """A fraction with its interval in per cent."""
+    return f"{100 * estimate.value:.0f} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
+
+
+def section(model: OfModel, names: dict[str, str]) -> str:
+    """The tables of one model."""
+    lines = [f"## {model.label}", ""]
+    if len(model.kl):
+        documents = len(set(model.documents))
+        about = (
+            "KL(dense || compact), nats per token, on the 256 tokens after a prefix of 768 tokens "
+            f"that was compressed without them: {len(model.kl)} windows of {documents} documents. "
+            f"The intervals are nominally 95 % and cover about {model.coverage} %, because KL has "
+            "a long tail over documents and these are few."
+        )
+        lines += [wrapped(about), "", *kl_table(model, names), ""]
+    if len(model.marks):
+        dense, none = (model.right_answers(*baseline) for baseline in BASELINES)
+        about = (
+            f"Right answers, per cent, to {len(model.marks)} questions about facts in "
+            f"{len(set(model.asked_documents))} documents; the dense cache {percent(dense)}, "
+            f"without the document {percent(none)}."
+        )
+        lines += [wrapped(about), "", *questions_table(model, names), ""]
+    return "\n".join(lines)
+
+
+def wrapped(text: str) -> str:
+    """Prose in lines of at most 100 columns."""
+    return textwrap.fill(text.strip(), 100, break_long_words=False, break_on_hyphens=False)
+
+
+def page(records: Records, names: dict[str, str]) -> str:
+    """docs/leaderboard.md."""
+    facts = records.about
+    words = textwrap.wrap(facts["command"], 90, break_on_hyphens=False)
+    about = (
+        f"{facts['date']}, kvcat {facts['kvcat']}, torch {facts['torch']}, transformers "
+        f"{facts['transformers']}, {facts['cpu']}, one thread of a machine that others used: "
+        "seconds compare the rows of one model only. They are processor seconds for the four "
+        "caches of a prefix, which share work, without the forward pass before. Bytes are those of "
+        "the cache over the dense one in the same type. Every cell is computed from the records "
+        "of its windows or questions, which are kept in `benchmarks/records`; "
+        "`python benchmarks/leaderboard.py --check` does it again. `--add METHOD` measures one "
+        "more method. What has no records is not shown."
+    )
+    tests = (
+        "†: may be chance. The difference to the first row, on the same windows or questions, has "
+        "p > .05 after Holm's correction over the column. The test exchanges the two methods on "
+        "whole documents, in all ways. Intervals of right answers are Wilson's with a design "
+        "effect, because answers about one document are alike ([how](evaluation.md))."
+    )
+    lines = [
+        "# Leaderboard",
+        "",
+        "Methods at several sizes on two real models. Written by",
+        "",
+        "```sh",
+        *(f"{line} \\" for line in words[:-1]),
+        words[-1],
+        "python benchmarks/leaderboard.py --write",
+        "```",
+        "",
+        wrapped(about),
+        "",
+        wrapped(tests),
+        "",
+        *(section(records.of_model(label), names) for label in records.labels),
+    ]
+    return "\n".join(lines)
+
+
+def readme_table(records: Records) -> str:
+    """The first table of README, and what its differences may be worth."""
+    models = [records.of_model(label) for label in records.labels]
+    names = [f"{model.title}: right answers, % | KL, nats" for model in models]
+    size = f"{100 * README_KEEP:g} %"
+    full = [f"{100 * _value(model.right_answers(*BASELINES[0])):.0f} | 0" for model in models]
+    lines = [
+        f"| | cache size | {' | '.join(names)} |",
+        "|---" * (2 + 2 * len(models)) + "|",
+        f"| full cache | 100 % | {' | '.join(full)} |",
+    ]
+    rows = {condition_of(method): (method, name) for method, name in README_ROWS.items()}
+    rows[TRUNCATED] = ("", "text cut to a fifth")
+    for condition, (method, name) in rows.items():
+        cells = []
+        for model in models:
+            cells.append(_first_page(model.right_answers(condition, README_KEEP), 100, ".0f"))
+            cells.append(_first_page(model.kl_estimate(method, README_KEEP), 1, ".2g"))
+        lines.append(f"| {name} | {size} | {' | '.join(cells)} |".replace("|  |", "| |"))
+    sentences = []
+    for model in models:
+        difference, p = model.paired(condition_of("kvpress:KVzipPress"), README_KEEP)
+        sentences.append(
+            f"{100 * difference.value:+.0f} points [{100 * difference.low:+.0f}, "
+            f"{100 * difference.high:+.0f}], p {p:.2g}, on {model.title} ({len(model.marks)} "
+            f"questions, {len(set(model.asked_documents))} documents)"
+        )
+    text = (
+        f"The default's right answers minus KVzip's, on the same questions: {'; '.join(sentences)}."
+    )
+    return "\n".join([*lines, "", wrapped(text), ""])
+
+
+def _value(estimate: Estimate | None) -> float:
+    return float("nan") if estimate is None else estimate.value
+
+
+def _first_page(estimate: Estimate | None, factor: float, form: str) -> str:
+    return "" if estimate is None else format(factor * estimate.value, form)
+
+
+def engine_table() -> str:
+    """README's table of llama.cpp, from the last line of docs/serving.jsonl about it."""
+    run_of_engine = [line for line in read_jsonl(SERVING) if line["engine"] == "llama.cpp"][-1]
+    dense, compact = run_of_engine["dense"], run_of_engine["compact"]
+    first = "seconds to the first token"
+    # the text is read once; restoring takes the place of reading
+    from_text = run_of_engine["seconds to read the text"] + dense[first]
+    from_text -= dense["seconds to restore"]
+    memory = [f"{each['MB in llama.cpp']:.1f} MB" for each in (dense, compact)]
+    seconds = [f"{each[first]:.2f} s" for each in (dense, compact)]
+    rates = [f"{each['tokens a second']:.1f}" for each in (dense, compact)]
+    return "\n".join(
+        [
+            "| | full cache | compact cache |",
+            "|---|---|---|",
+            f"| memory of the cache, with room for question and answer | {' | '.join(memory)} |",
+            f"| time to the first token, from the text | {from_text:.0f} s | - |",
+            f"| time to the first token, from the saved cache | {' | '.join(seconds)} |",
+            f"| tokens per second after it | {' | '.join(rates)} |",
+            "",
+        ]
+    )
+
+
+def with_tables(text: str, tables: dict[str, str]) -> str:
+    """A page with the tables between its marks."""
+
+    def replaced(match: re.Match[str]) -> str:
+        name = match["name"]
+        return f"<!-- table {name} -->\n\n{tables[name]}\n<!-- end of the table -->\n"
+
+    return BLOCK.sub(replaced, text)
+
+
+def curves(records: Records, names: dict[str, str]) -> dict[str, pd.DataFrame]:
+    """What the picture shows: for each model the estimates of KL by method and keep ratio."""
+    shown = {}
+    for model in map(records.of_model, records.labels):
+        rows = []
+        for method, keep in model.kl.columns:
+            estimate = model.kl_estimate(method, keep)
+            if estimate is not None and method in names:
+                rows.append((method, keep, estimate.value, estimate.low, estimate.high))
+        if rows:
+            columns = ["method", "keep", "value", "low", "high"]
+            shown[model.label] = pd.DataFrame(rows, columns=columns)
+    return shown
+
+
+def fingerprint_of(shown: dict[str, pd.DataFrame]) -> str:
+    """A hash of what a picture shows, in the digits that can be seen."""
+    tables = [f"{label}\n{frame.to_csv(float_format='%.4g')}" for label, frame in shown.items()]
+    return hashlib.sha256("\n".join(tables).encode()).hexdigest()
+
+
+def plot(shown: dict[str, pd.DataFrame], names: dict[str, str]) -> bytes:
+    """KL against the slots kept, a panel for each model, with intervals over documents, as PNG.
+
+    The picture holds the hash of its numbers, by which it is checked.
+    """
     figure, axes = plt.subplots(
         1,
-        len(labels),
-        figsize=(4.8 * len(labels), 4.6),
+        len(shown),
+        figsize=(4.8 * len(shown), 4.6),
         sharey=True,
         layout="constrained",
         squeeze=False,
     )
-    for axis, label in zip(axes[0], labels, strict=True):
-        of_model = [record for record in quality if record["model"] == label]
-        kl = estimates(losses(of_model, list(methods))).set_index("method")
-        for index, (method, name) in enumerate(methods.items()):
-            curve = kl.loc[method].sort_values("keep")
+    for axis, (label, frame) in zip(axes[0], shown.items(), strict=True):
+        for index, (method, name) in enumerate(names.items()):
+            curve = frame[frame["method"] == method].sort_values("keep")
             below = curve["value"] - curve["low"].clip(lower=curve["value"] / 10)
             axis.errorbar(
-                100 * curve["keep"] * 1.02 ** (index - len(methods) / 2),  # side by side
+                100 * curve["keep"] * 1.02 ** (index - len(names) / 2),  # side by side
                 curve["value"],
                 yerr=[below, curve["high"] - curve["value"]],
                 label=name,
@@ -258,103 +578,72 @@ def plot(quality: list[dict], labels: Sequence[str], methods: dict[str, str], pa
         ncols=2,
         fontsize="small",
     )
-    figure.savefig(path, dpi=150)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=150, metadata={"Description": fingerprint_of(shown)})
+    return picture.getvalue()
 
 
-def wrapped(text: str) -> str:
-    """Prose in lines of at most 100 columns."""
-    return textwrap.fill(text.strip(), 100, break_long_words=False, break_on_hyphens=False)
+def different(records: Records, names: dict[str, str]) -> Iterator[tuple[Path, bytes]]:
+    """The files that are not what the records give, and what they should be."""
+    tables = {"leaderboard": readme_table(records), "engine": engine_table()}
+    texts = {
+        PAGE: page(records, names),
+        README: with_tables(README.read_text(encoding="utf-8"), tables),
+    }
+    for path, text in texts.items():
+        if path.read_text(encoding="utf-8") != text:
+            yield path, text.encode()
+    plotted = {method: name for method, name in names.items() if method not in UNPLOTTED}
+    shown = curves(records, plotted)
+    if not shown:
+        return
+    with Image.open(PICTURE) as picture:
+        is_same = picture.info.get("Description") == fingerprint_of(shown)
+    if not is_same:
+        yield PICTURE, plot(shown, plotted)
 
 
-def page(options: argparse.Namespace, methods: dict[str, str]) -> str:
-    """The whole page."""
-    quality = of_documents(read_jsonl(options.out / "quality" / "records.jsonl"))
-    questions = options.out / "questions.jsonl"
-    asked = whole_documents(read_jsonl(questions) if questions.exists() else [])
-    labels = [model.label for model in parse_models(options.model)]
-    sections = [
-        section(
-            label,
-            [record for record in quality if record["model"] == label],
-            [record for record in asked if record["model"] == label],
-            methods,
-            options.out,
-        )
-        for label in labels
-    ]
-    sources = " ".join(f"{source.partition('=')[0]}=..." for source in options.data)
-    data = textwrap.wrap(f"--data {sources}", 90, break_on_hyphens=False)
-    documents = " ".join(map(str, options.documents))
-    tools = f" --tools {options.tools[0]} {options.tools[1]}" if options.tools else ""
-    about = (
-        "with `--add METHOD` for one more method. Seconds are processor seconds of one thread for "
-        "the four caches of a prefix, which share work, without the forward pass before. Bytes are "
-        f"those of the cache over the dense one in the same type. kvcat {kvcat.__version__}, torch "
-        f"{torch.__version__}, transformers {transformers.__version__}, {platform.machine()}. "
-        f"{options.note}"
-    )
-    return "\n".join(
-        [
-            "# Leaderboard",
-            "",
-            "Every method at four sizes on real models. Written by",
-            "",
-            "```sh",
-            f"python benchmarks/leaderboard.py --model {' '.join(labels)} \\",
-            *(f"  {line} \\" for line in data),
-            f"  --half {options.half} --windows {options.windows} "
-            f"--per-document {options.per_document} --documents {documents}{tools} \\",
-            "  --out OUT --page docs/leaderboard.md --plot docs/quality.png",
-            "```",
-            "",
-            wrapped(about),
-            "",
-            "\n\n".join(sections),
-            "",
-        ]
-    )
+def names_of(records: Records) -> dict[str, str]:
+    """The methods that have records, the added ones under their specification."""
+    added = [method for method in dict.fromkeys(records.losses["method"]) if method not in METHODS]
+    return METHODS | {method: f"`{method}`" for method in added}
 
 
 def main() -> None:
+    """Measure, write or check."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_option(parser)
-    add_options(parser)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the records")
-    parser.add_argument("--page", type=Path, required=True, help="Markdown file to write")
+    add_options(parser, required=False)
+    parser.add_argument("--out", type=Path, help="folder of the measurement, to go on in")
     parser.add_argument("--add", nargs="+", default=[], metavar="METHOD", help="further methods")
     parser.add_argument(
-        "--documents", type=int, nargs=3, default=[4, 4, 4], metavar="N", help="with questions"
+        "--documents", type=int, nargs=3, default=[2, 2, 2], metavar="N", help="with questions"
     )
-    parser.add_argument(
-        "--tools",
-        type=int,
-        nargs=2,
-        metavar=("CASES", "FUNCTIONS"),
-        help="also measure tool calls: number of contexts, and of functions in each",
-    )
-    parser.add_argument("--note", default="", help="a sentence for the page")
-    parser.add_argument("--only-write", action="store_true", help="measure nothing")
     parser.add_argument("--first", type=int, help="measure so many windows alone")
-    parser.add_argument("--plot", type=Path, help="picture of KL against the slots kept")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--date", default="", help="of the measurement, for the page")
+    parser.add_argument("--collect", action="store_true", help="measure nothing more")
+    parser.add_argument("--write", action="store_true", help="page, picture and README's tables")
+    parser.add_argument("--check", action="store_true", help="compare them with the records")
     options = parser.parse_args()
-    options.out.mkdir(parents=True, exist_ok=True)
-    added = options.out / "added.jsonl"
-    append_jsonl(added, *({"method": method} for method in options.add))
-    earlier = [record["method"] for record in read_jsonl(added)]
-    methods = METHODS | {method: f"`{method}`" for method in earlier}
-    if not options.only_write:
-        for method in methods:
-            method_of(method)  # an unknown method is rejected before a model is loaded
-        measure(options, list(methods))
-    options.page.write_text(page(options, methods), encoding="utf-8")
-    if options.plot:
-        quality = of_documents(read_jsonl(options.out / "quality" / "records.jsonl"))
-        labels = [model.label for model in parse_models(options.model)]
-        shown = {method: name for method, name in METHODS.items() if method not in UNPLOTTED}
-        plot(quality, labels, shown, options.plot)
+    if options.out is not None:
+        if not options.collect:
+            methods = [*METHODS, *options.add]
+            for method in methods:
+                method_of(method)  # an unknown method is rejected before a model is loaded
+            measure(options, methods)
+        put_away(options)
+    if not (options.write or options.check):
+        return
+    records = Records.read()
+    changed = list(different(records, names_of(records)))
+    for path, content in changed:
+        print(path.relative_to(ROOT))
+        if options.write:
+            path.write_bytes(content)
+    sys.exit(bool(changed) and not options.write)
 
 
 if __name__ == "__main__":

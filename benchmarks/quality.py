@@ -36,10 +36,10 @@ from kvcat.compress import Trace, split_supervision, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.errors import run_script
-from kvcat.evals.intervals import ClusterBootstrap, Estimate
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import output_head
+from kvcat.stats.intervals import ClusterBootstrap, Estimate
 
 SUFFIX = 256
 RECORDS = "records.jsonl"

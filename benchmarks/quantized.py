@@ -36,11 +36,11 @@ from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress import Compressor, Trace, make_compressor, parse_method
 from kvcat.compress.compare import replay_hidden
 from kvcat.errors import run_script
-from kvcat.evals.intervals import ClusterBootstrap
-from kvcat.evals.shares import share
 from kvcat.files import append_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
+from kvcat.stats.intervals import ClusterBootstrap
+from kvcat.stats.shares import share
 
 METHODS = ("attention-matching", "snapkv")
 BITS = ("16", "8", "4")

@@ -15,8 +15,8 @@ answers that are not in the document ("examples"), or to the very questions with
 ("asked"). Eviction reads the prefix alone. For comparison there are the dense cache, no document,
 and ("truncated@text") the beginning and the end of the text, as many tokens as the cache has slots.
 
-Intervals are Wilson's for the number of documents, as if one's questions were copies. Every
-answer is written to --out when it is made; the same command continues an interrupted run. The
+Intervals are Wilson's with a design effect for the answers about one document. Every answer is
+written to --out when it is made; the same command continues an interrupted run. The
 tables cover all that --out holds: every question, each kind and each length.
 """
 
@@ -39,11 +39,11 @@ from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.errors import run_script
-from kvcat.evals import shares
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl, read_jsonl
+from kvcat.stats import shares
 
 # number of lines with facts, all of which are asked
 KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}
@@ -225,8 +225,7 @@ def answered(
 
 
 def share(rows: pd.DataFrame) -> str:
-    """The share of right answers, percent, with Wilson's interval for as many documents
-    (``kvcat.evals.shares.share``)."""
+    """The share of right answers, percent, with its interval (``kvcat.stats.shares.share``)."""
     interval = shares.share(rows.right.to_numpy(), list(rows.document))
     return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
 

@@ -36,8 +36,8 @@ from kvcat.compress import AttentionMatching, Prefix
 from kvcat.compress.kept_queries import no_queries
 from kvcat.compress.trace import Past
 from kvcat.errors import InputError, run_script
-from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
+from kvcat.stats.intervals import ClusterBootstrap
 
 CONTINUATION = 256
 WITHOUT_LIMIT = 2**31

@@ -214,9 +214,11 @@ def _of_document(
             yield window
 
 
-def add_options(parser: ArgumentParser) -> None:
+def add_options(parser: ArgumentParser, *, required: bool = True) -> None:
     """The options that choose windows."""
-    parser.add_argument("--data", nargs="+", required=True, metavar="KIND=PATH[:SPLIT]")
+    parser.add_argument(
+        "--data", nargs="+", required=required, default=[], metavar="KIND=PATH[:SPLIT]"
+    )
     parser.add_argument("--prefix", type=int, default=768)
     parser.add_argument("--windows", type=int, default=16, help="of each kind")
     parser.add_argument("--per-document", type=int, default=2)

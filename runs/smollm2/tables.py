@@ -37,6 +37,8 @@ from records import (
 from kvcat.errors import run_script
 from kvcat.evals import ClusterBootstrap, Estimate
 from kvcat.report.figures import Figure, difference_figure, keep_label, ratio_figure
+from kvcat.stats.significance import holm
+from kvcat.stats.summary import SIGNIFICANT
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
@@ -222,13 +224,36 @@ def p_text(p_value: float) -> str:
 def summary() -> str:
     """A row for every form: its price, and figures at 5 % of the slots."""
     lines = header(["", "tokens", "dense NLL", *COLUMNS])
+    primary = []
     for name, title in SUMMARY.items():
         comparison = comparison_of(name)
+        primary.append(comparison.row(*next(iter(COLUMNS.values()))))
         price = shown(difference_figure(comparison.dense.loc["nll_dense"]))
         rows = [comparison.row(*place) for place in COLUMNS.values()]
         cells = [cell(row, with_p=False) for row in rows]
         lines.append(line([title, thousands(comparison.model), price, *cells]))
-    return "\n".join(lines)
+    return "\n".join([*lines, "", *_over_forms(pd.DataFrame(primary))])
+
+
+def _over_forms(rows: pd.DataFrame) -> list[str]:
+    """How many forms are better in the primary cell, corrected for having tried as many."""
+    better = rows["verdict"] == "better"
+    corrected = holm(rows["p"].to_numpy(float))
+    is_left = better & (corrected <= SIGNIFICANT)
+    lost = [
+        f"{title} (p {p_text(p_value)})"
+        for title, p_value, was, still in zip(
+            SUMMARY.values(), corrected, better, is_left, strict=True
+        )
+        if was and not still
+    ]
+    sentence = (
+        f"In the primary cell, the first column of KL, {better.sum()} of the {len(rows)} rows are "
+        f"better than their control, and {is_left.sum()} after Holm's correction over the rows."
+    )
+    if lost:
+        sentence += f" Better before it only: {', '.join(lost)}."
+    return textwrap.wrap(sentence, width=100, break_on_hyphens=False)
 
 
 def controls() -> str:

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
+import leaderboard
 import pytest
-from leaderboard_tools import run_python
 
 REPOSITORY = Path(__file__).parents[2]
 SCRIPTS = sorted([*REPOSITORY.glob("benchmarks/*.py"), *REPOSITORY.glob("runs/*/*.py")])
@@ -19,7 +19,7 @@ def test_a_mistake_ends_a_script_and_the_one_that_runs_it(tmp_path, capfd):
     script = REPOSITORY / "benchmarks" / "quality.py"
     options = ["--model", "kvcat-base", "--data", "prose=missing.parquet"]
     with pytest.raises(SystemExit) as ended:
-        run_python(str(script), *options, "--out", str(tmp_path))
+        leaderboard.run(script.name, *options, "--out", str(tmp_path))
     assert ended.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("quality.py: ")

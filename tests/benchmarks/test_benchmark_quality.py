@@ -10,7 +10,7 @@ import questions
 from named_models import NamedModel, parse_models
 from quality import makes_cache, report, report_kinds, table, written
 
-from kvcat.evals.intervals import ClusterBootstrap
+from kvcat.stats.intervals import ClusterBootstrap
 from tiny import refusal
 
 
@@ -96,7 +96,7 @@ def test_models_are_named_by_their_label_or_folder():
     [
         (quality, ["--data", "text=none", "--methods", "h2o", "no-such-method"]),
         (questions, ["--conditions", "h2o@self", "no-such-method@self"]),
-        (leaderboard, ["--data", "text=none", "--page", "PAGE", "--add", "no-such-method"]),
+        (leaderboard, ["--data", "text=none", "--add", "no-such-method"]),
     ],
 )
 def test_an_unknown_method_is_rejected_before_a_model_is_loaded(

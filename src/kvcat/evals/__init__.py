@@ -11,8 +11,11 @@ if TYPE_CHECKING:
         models_below_chance,
     )
     from kvcat.evals.analysis import (
+        METRICS,
         Analysis,
         analyse,
+        compare_models,
+        summarise,
     )
     from kvcat.evals.answers import (
         Question,
@@ -27,18 +30,8 @@ if TYPE_CHECKING:
         ReportFacts,
         ResultTable,
     )
-    from kvcat.evals.intervals import (
-        ClusterBootstrap,
-        Estimate,
-    )
-    from kvcat.evals.metrics import (
-        Metric,
-        share_of_examples,
-    )
     from kvcat.evals.records import (
-        Record,
         ResultsFolder,
-        models_of,
         read_config,
         read_costs,
         read_events,
@@ -53,20 +46,12 @@ if TYPE_CHECKING:
         evaluate,
         progress_bar,
     )
-    from kvcat.evals.samples import (
-        METRICS,
-    )
     from kvcat.evals.suffix import (
         CORPORA,
         SuffixTask,
         Window,
         corpus_documents,
         windows_from_documents,
-    )
-    from kvcat.evals.summary import (
-        compare_models,
-        comparison_pairs,
-        summarise,
     )
     from kvcat.evals.task import (
         Baseline,
@@ -75,6 +60,21 @@ if TYPE_CHECKING:
         Task,
         Values,
         vocabulary,
+    )
+    from kvcat.stats.intervals import (
+        ClusterBootstrap,
+        Estimate,
+    )
+    from kvcat.stats.metrics import (
+        Metric,
+        share_of_examples,
+    )
+    from kvcat.stats.records import (
+        Record,
+        models_of,
+    )
+    from kvcat.stats.summary import (
+        comparison_pairs,
     )
 
 __all__ = [
@@ -123,49 +123,49 @@ __all__ = [
     "windows_from_documents",
 ]
 _MODULES = {
-    "vocabulary": "task",
-    "answer_ids": "answers",
-    "CORPORA": "suffix",
-    "METRICS": "samples",
-    "Analysis": "analysis",
-    "Baseline": "task",
-    "ClusterBootstrap": "intervals",
-    "CompressingEvaluation": "evaluation",
-    "Estimate": "intervals",
-    "Evaluation": "evaluation",
-    "LinePlot": "evaluation",
-    "Method": "task",
-    "Metric": "metrics",
-    "PaperFigures": "evaluation",
-    "Prepared": "task",
-    "Question": "answers",
-    "QuestionTask": "answers",
-    "Record": "records",
-    "ReportFacts": "evaluation",
-    "ResultTable": "evaluation",
-    "ResultsFolder": "records",
-    "SuffixTask": "suffix",
-    "Task": "task",
-    "Values": "task",
-    "Window": "suffix",
-    "analyse": "analysis",
-    "compare_models": "summary",
-    "comparison_pairs": "summary",
-    "configuration": "runner",
-    "corpus_documents": "suffix",
-    "evaluate": "runner",
-    "evaluation_names": "registry",
-    "find_evaluation": "registry",
-    "models_below_chance": "ability",
-    "models_of": "records",
-    "progress_bar": "runner",
-    "read_config": "records",
-    "read_costs": "records",
-    "read_events": "records",
-    "read_records": "records",
-    "share_of_examples": "metrics",
-    "summarise": "summary",
-    "windows_from_documents": "suffix",
+    "vocabulary": "evals.task",
+    "answer_ids": "evals.answers",
+    "CORPORA": "evals.suffix",
+    "METRICS": "evals.analysis",
+    "Analysis": "evals.analysis",
+    "Baseline": "evals.task",
+    "ClusterBootstrap": "stats.intervals",
+    "CompressingEvaluation": "evals.evaluation",
+    "Estimate": "stats.intervals",
+    "Evaluation": "evals.evaluation",
+    "LinePlot": "evals.evaluation",
+    "Method": "evals.task",
+    "Metric": "stats.metrics",
+    "PaperFigures": "evals.evaluation",
+    "Prepared": "evals.task",
+    "Question": "evals.answers",
+    "QuestionTask": "evals.answers",
+    "Record": "stats.records",
+    "ReportFacts": "evals.evaluation",
+    "ResultTable": "evals.evaluation",
+    "ResultsFolder": "evals.records",
+    "SuffixTask": "evals.suffix",
+    "Task": "evals.task",
+    "Values": "evals.task",
+    "Window": "evals.suffix",
+    "analyse": "evals.analysis",
+    "compare_models": "evals.analysis",
+    "comparison_pairs": "stats.summary",
+    "configuration": "evals.runner",
+    "corpus_documents": "evals.suffix",
+    "evaluate": "evals.runner",
+    "evaluation_names": "evals.registry",
+    "find_evaluation": "evals.registry",
+    "models_below_chance": "evals.ability",
+    "models_of": "stats.records",
+    "progress_bar": "evals.runner",
+    "read_config": "evals.records",
+    "read_costs": "evals.records",
+    "read_events": "evals.records",
+    "read_records": "evals.records",
+    "share_of_examples": "stats.metrics",
+    "summarise": "evals.analysis",
+    "windows_from_documents": "evals.suffix",
 }
 """The module that defines each name."""
 
@@ -173,7 +173,7 @@ _MODULES = {
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return getattr(importlib.import_module(f"kvcat.{_MODULES[name]}"), name)
 
 
 def __dir__() -> list[str]:

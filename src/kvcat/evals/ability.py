@@ -5,10 +5,11 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from kvcat.evals.intervals import ClusterBootstrap
-from kvcat.evals.records import Record
-from kvcat.evals.samples import EXAMPLE, METRICS, record_table
-from kvcat.evals.shares import share
+from kvcat.stats.intervals import ClusterBootstrap
+from kvcat.stats.metrics import METRICS
+from kvcat.stats.records import Record
+from kvcat.stats.samples import EXAMPLE, record_table
+from kvcat.stats.shares import share
 
 FEWEST_DOCUMENTS = 20
 """The smallest number of documents on which a share of right answers can show an ability."""

@@ -7,9 +7,20 @@ from typing import Any
 import pandas as pd
 
 from kvcat.evals.ability import below_chance_in
-from kvcat.evals.records import Record
-from kvcat.evals.samples import record_table, samples_by_cell
-from kvcat.evals.summary import COMPARISON, comparison_pairs, comparisons_with, summary_of
+from kvcat.evals.registry import all_metrics
+from kvcat.stats.records import Record
+from kvcat.stats.samples import record_table, samples_by_cell
+from kvcat.stats.summary import (
+    COMPARISON,
+    compare_models,
+    comparison_pairs,
+    comparisons_with,
+    summarise,
+    summary_of,
+)
+
+__all__ = ["METRICS", "Analysis", "analyse", "compare_models", "summarise"]
+METRICS = all_metrics()  # tables show the metrics of every evaluation
 
 
 @dataclass(frozen=True)

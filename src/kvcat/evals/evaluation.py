@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
-from kvcat.evals.metrics import Metric
 from kvcat.option_types import (
     Count,
     Device,
@@ -22,12 +21,13 @@ from kvcat.option_types import (
     Strings,
     flat,
 )
+from kvcat.stats.metrics import Metric
 
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvcat.evals.records import Record
     from kvcat.evals.task import Method, Task
+    from kvcat.stats.records import Record
 
 BatchSize = Annotated[Count, tyro.conf.arg(help="Examples per forward pass.")]
 DataSeed = Annotated[Seed, tyro.conf.arg(help="Seed of the random selection of examples.")]

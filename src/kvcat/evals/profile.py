@@ -19,9 +19,9 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import NO_ESTIMATE, ClusterBootstrap
-from kvcat.evals.records import Record
 from kvcat.evals.task import Method
+from kvcat.stats.intervals import NO_ESTIMATE, ClusterBootstrap
+from kvcat.stats.records import Record
 
 METHODS = (
     Method("attention-matching"),

@@ -1,7 +1,6 @@
 """Append-only results on disk: a JSON line per example, model, method, keep ratio, step, seed."""
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
@@ -11,6 +10,7 @@ from typing import Any
 from kvcat.errors import InputError, one_line
 from kvcat.evals.registry import evaluation_names, find_evaluation
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
+from kvcat.stats.records import Key, Record, method_label, models_of
 
 _CONFIG_FIELDS = ("evaluation", "dataset", "num_examples", "methods")
 _METHOD_FIELDS = ("name", "options", "keep_ratios", "num_examples")
@@ -27,55 +27,7 @@ _COST_FIELDS = (
     "peak_mib",
 )
 _SECONDS_FOR_CLAIM = 5.0
-Key = tuple[Any, ...]
 Shard = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Record:
-    """The values of one example for one model, method, keep ratio, step and seed.
-
-    Raises:
-        InputError: a value is NaN.
-    """
-
-    model: str  # label; LABEL@SEED if there are several training runs
-    fingerprint: str  # identifies the model's weights
-    dtype: str  # dtype of the weights, e.g. float32
-    method: str  # name of the compressor or of the baseline
-    options: str  # options that were set, as JSON with sorted keys
-    keep_ratio: float  # fraction of slots kept; for a baseline, fraction of the context seen
-    step: int | None  # gradient steps; None for a method without steps
-    seed: int | None  # seed of a randomised method; None for the others
-    dataset: str
-    stratum: str  # group that is also reported separately; may be empty
-    document: str  # name of the document, the unit that is resampled
-    example: str  # name of the example within its document
-    values: dict[str, float]  # by metric; shares are in [0, 1]
-
-    def __post_init__(self) -> None:
-        for name, value in self.values.items():
-            if math.isnan(value):
-                place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
-                example = f"example {self.example!r} of {self.document!r}"
-                raise InputError(f"{place}: {name} of {example} is {value}, not a number")
-
-    @property
-    def key(self) -> Key:
-        """The fields that identify the record: all except the values and the stratum."""
-        fields = vars(self).items()
-        return tuple(value for name, value in fields if name not in ("stratum", "values"))
-
-    @property
-    def method_label(self) -> str:
-        """The method's name with its options, e.g. ``attention-matching preset=paper``."""
-        return method_label(self.method, json.loads(self.options))
-
-
-def method_label(name: str, options: Mapping[str, Any]) -> str:
-    """A method's name with its options, e.g. ``attention-matching preset=paper``."""
-    settings = [f"{key}={value}" for key, value in sorted(options.items())]
-    return " ".join([name, *settings])
 
 
 class ResultsFolder:
@@ -272,6 +224,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
+<<<<<<< HEAD
 def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     """The fingerprint and dtype of each model's weights, by label.
 
@@ -289,6 +242,8 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     return models
 
 
+=======
+>>>>>>> work-d
 def _lines(folder: Path, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a log and of its shards, each with its file."""
     shards = folder.glob(f"{name}-*-of-*.jsonl")

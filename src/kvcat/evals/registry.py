@@ -9,7 +9,7 @@ from kvcat import plugins
 from kvcat.errors import InputError
 from kvcat.evals import evaluations
 from kvcat.evals.evaluation import Evaluation
-from kvcat.evals.metrics import METRICS, Metric, register_metrics
+from kvcat.stats.metrics import METRICS, Metric, register_metrics
 
 
 def evaluation_names() -> list[str]:

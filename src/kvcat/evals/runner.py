@@ -17,7 +17,7 @@ from kvcat.compress.calibration import budget_digests
 from kvcat.errors import InputError, check_least
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.evaluation import ReportFacts
-from kvcat.evals.records import Record, ResultsFolder, Shard
+from kvcat.evals.records import ResultsFolder, Shard
 from kvcat.evals.registry import find_evaluation
 from kvcat.evals.task import (
     Baseline,
@@ -29,6 +29,7 @@ from kvcat.evals.task import (
     manifest,
 )
 from kvcat.provenance import provenance
+from kvcat.stats.records import Record
 
 Models = Mapping[str, tuple[PreTrainedModel, Any]]
 """Model and tokenizer by label."""

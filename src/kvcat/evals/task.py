@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
 from kvcat.errors import InputError
-from kvcat.evals.records import method_label
 from kvcat.models import positions_of
+from kvcat.stats.records import method_label
 
 Values = dict[str, float]
 

@@ -94,7 +94,7 @@ def _better_answer(row: pd.Series, size: str) -> str:
     words = {
         "better": "Yes, they lose less",
         "worse": "No, they lose more",
-        "level": "Not measurably: they lose as much within the error",
+        "level": "Not measurably: the difference may be chance",
     }
     verdict = words[figure.verdict]
     ratio = f"KL is {figure.text} {figure.interval} times that of the control"
@@ -107,7 +107,7 @@ def _cost_answer(row: pd.Series) -> str:
     words = {
         "better": "Nothing: with the whole cache, the model predicts text better than the control",
         "worse": "With the whole cache, the model predicts text worse than the control",
-        "level": "Nothing measurable: with the whole cache, it predicts text like the control",
+        "level": "Nothing measurable: with the whole cache, the difference may be chance",
     }
     return f"{words[figure.verdict]}: {figure.text} {figure.interval} nats per token."
 
@@ -115,12 +115,14 @@ def _cost_answer(row: pd.Series) -> str:
 def _sum_answer(row: pd.Series, size: str) -> str:
     """How KV-CAT predicts text on a compact cache, which combines gain and cost."""
     figure = row["figure"]
-    words = {"better": "Yes", "worse": "No", "level": "Neither gain nor loss is measurable"}
-    relation = {"better": "better than", "worse": "worse than", "level": "as well as"}
-    return (
-        f"{words[figure.verdict]}: on caches with {size}, it predicts text "
-        f"{relation[figure.verdict]} the control: {figure.text} {figure.interval} nats per token."
-    )
+    words = {
+        "better": "Yes: on caches with {}, it predicts text better than the control",
+        "worse": "No: on caches with {}, it predicts text worse than the control",
+        "level": "Neither gain nor loss is measurable: on caches with {}, the difference to the "
+        "control may be chance",
+    }
+    verdict = words[figure.verdict].format(size)
+    return f"{verdict}: {figure.text} {figure.interval} nats per token."
 
 
 def _cells(results: Results, metric: str) -> pd.DataFrame:

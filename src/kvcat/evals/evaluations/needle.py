@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from kvcat.evals.evaluation import CompressingEvaluation, PaperFigures, ReportFacts
-from kvcat.evals.metrics import share_of_examples
 from kvcat.option_types import Bos, Count
+from kvcat.stats.metrics import share_of_examples
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task

@@ -12,8 +12,8 @@ from kvcat.evals.evaluations.suffix import Suffix
 from kvcat.option_types import Bos, Count, Counts, Seed, Split, Strings, flat
 
 if TYPE_CHECKING:
-    from kvcat.evals.records import Record
     from kvcat.evals.task import Task
+    from kvcat.stats.records import Record
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from kvcat.evals.evaluation import Evaluation, PaperFigures, ReportFacts
-from kvcat.evals.metrics import Metric, share_of_examples
 from kvcat.option_types import Count, Strings, Unset, flat
+from kvcat.stats.metrics import Metric, share_of_examples
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task

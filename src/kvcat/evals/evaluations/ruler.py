@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 import tyro
 
 from kvcat.evals.evaluation import BatchSize, CompressingEvaluation, ReportFacts
-from kvcat.evals.metrics import share_of_examples
 from kvcat.option_types import Bos, Count, Counts, Strings, flat
+from kvcat.stats.metrics import share_of_examples
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task

@@ -7,8 +7,8 @@ import numpy as np
 
 from kvcat.choices import SuffixSupervision
 from kvcat.evals.evaluation import CompressingEvaluation, PaperFigures, ReportFacts
-from kvcat.evals.metrics import Metric
 from kvcat.option_types import Bos, Count, Split, Strings
+from kvcat.stats.metrics import Metric
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task

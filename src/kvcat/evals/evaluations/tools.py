@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from kvcat.evals.evaluation import CompressingEvaluation, ReportFacts
-from kvcat.evals.metrics import share_of_examples
 from kvcat.option_types import Bos, Count
+from kvcat.stats.metrics import share_of_examples
 
 if TYPE_CHECKING:
     from kvcat.evals.task import Task

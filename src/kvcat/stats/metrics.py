@@ -111,7 +111,7 @@ Those defined here are shared by several evaluations; ``register_metrics`` adds 
 evaluation.
 """
 
-_OWNERS = dict.fromkeys(METRICS, "kvcat.evals")
+_OWNERS = dict.fromkeys(METRICS, "kvcat.stats")
 
 
 def register_metrics(metrics: Mapping[str, Metric], owner: str) -> None:

@@ -8,15 +8,15 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import (
+from kvcat.stats.intervals import (
     NO_ESTIMATE,
     Array,
     Draws,
     Estimate,
     seeds_p_value,
 )
-from kvcat.evals.records import Record
-from kvcat.evals.samples import (
+from kvcat.stats.records import Record
+from kvcat.stats.samples import (
     METRICS,
     SIZES,
     Cell,
@@ -25,8 +25,13 @@ from kvcat.evals.samples import (
     record_table,
     samples_by_cell,
 )
-from kvcat.evals.shares import share_difference
-from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
+from kvcat.stats.shares import share_difference
+from kvcat.stats.significance import (
+    holm,
+    sign_flip_p_value,
+    small_sample_warning,
+    swap_p_value,
+)
 
 BASELINES = ("dense", "no-context", "truncated")
 SIGNIFICANT = 0.05
@@ -97,9 +102,9 @@ def compare_models(
 
     Two models are compared on the examples that both have. The difference is model minus reference.
     The ratio is model over reference, and NaN if it is not meaningful. p is that of the permutation
-    test (``swap_p_value``). For shares it is Agresti and Min's p or, if every score is right or
-    wrong, the larger of this and McNemar's exact p. With several training runs it is at least the p
-    of Student's t test over them. p_holm corrects for all rows with the same model, metric and
+    test over documents (``swap_p_value``; if every score is right or wrong, its exact form
+    ``sign_flip_p_value``). With several training runs it is at least the p of Student's t test over
+    them. p_holm corrects for all rows with the same model, metric and
     level (all examples or strata), except the row of the primary cell. The corrected rows are
     exploratory.
 
@@ -225,9 +230,11 @@ def _difference(
     if not metric.share:
         return difference, p_value
     score, other_score = _scores(sample, other, name)
-    of_shares, share_p = share_difference(score, other_score, sample.documents)
+    of_shares = share_difference(score, other_score, sample.documents)
     if set(np.unique([score, other_score])) <= {0.0, 1.0}:
-        share_p = max(share_p, mcnemar(score, other_score))
+        share_p = sign_flip_p_value(score, other_score, sample.documents)
+    else:
+        share_p = _swap_p_value(sample, other, name)
     if change is not None:  # the interval of shares does not cover variation between training runs
         return difference.union(of_shares), float(np.fmax(p_value, share_p))
     return of_shares, share_p

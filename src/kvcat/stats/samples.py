@@ -9,12 +9,11 @@ import numpy as np
 import pandas as pd
 
 from kvcat.errors import InputError
-from kvcat.evals.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate
-from kvcat.evals.records import Record, models_of
-from kvcat.evals.registry import all_metrics
-from kvcat.evals.shares import share
+from kvcat.stats.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate
+from kvcat.stats.metrics import METRICS
+from kvcat.stats.records import Record, models_of
+from kvcat.stats.shares import share
 
-METRICS = all_metrics()
 EXAMPLE = ["document", "example"]
 SIZES = ("num_examples", "num_documents", "num_seeds")
 _NO_STEP = -1

@@ -8,9 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvcat.evals import ClusterBootstrap
-from kvcat.evals.intervals import seeds_p_value
-from kvcat.evals.shares import share_difference, wilson
-from kvcat.evals.significance import holm, mcnemar, small_sample_warning, swap_p_value
+from kvcat.stats.intervals import coverage_of_mean, seeds_p_value
+from kvcat.stats.shares import share, share_difference, wilson
+from kvcat.stats.significance import (
+    holm,
+    sign_flip_p_value,
+    small_sample_warning,
+    swap_p_value,
+)
 
 
 def names(count, each=1):
@@ -83,6 +88,28 @@ def test_intervals_of_twelve_skewed_documents_cover_what_they_say():
     assert min(shares.values()) >= 0.93, shares  # the percentile interval covers .86 to .90
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "spread"), [(8, 1.5), (10, 1.0), (30, 1.0)])
+def test_the_printed_coverage_of_log_normal_means_is_the_simulated_one(number, spread):
+    generator = np.random.default_rng(0)
+    trials = 600
+    covered = 0
+    printed = []
+    for _ in range(trials):
+        values = generator.lognormal(0.0, spread, size=number)
+        estimate = ClusterBootstrap(names(number), num_resamples=999).mean(values)
+        covered += not estimate.excludes(np.exp(spread**2 / 2))
+        printed.append(coverage_of_mean(values, names(number)))
+    assert np.mean(printed) == pytest.approx(100 * covered / trials, abs=3.0)
+
+
+def test_the_coverage_of_a_mean_reads_the_spread_of_documents_not_of_windows():
+    spread_one = np.exp([1.0, -1.0] * 5)  # standard deviation of the logarithms: 1.054
+    assert coverage_of_mean(spread_one, names(10)) == 90
+    assert coverage_of_mean(np.ones(10), names(10)) == 95
+    assert coverage_of_mean(spread_one, names(10, each=2)) == 95
+
+
 def test_windows_of_one_document_are_resampled_together():
     copies = np.repeat([0.0, 1.0, 2.0, 5.0], 32)  # a power of two: rounding is the same
     clustered = ClusterBootstrap(np.repeat(["a", "b", "c", "d"], 32).tolist()).mean(copies)
@@ -91,10 +118,6 @@ def test_windows_of_one_document_are_resampled_together():
     assert clustered == ClusterBootstrap(["a", "b", "c", "d"], strata=["all"] * 4).mean(alone)
     constant = ClusterBootstrap(names(20, 3)).mean(np.full(20, 0.1))
     assert constant.value == constant.low == constant.high == 0.1
-    first = np.array([1.0, 1.0, 0.5, 0.0])
-    second = np.array([0.5, 0.0, 0.5, 0.0])
-    copies = [np.repeat(values, 5) for values in (first, second)]
-    assert share_difference(*copies, names(20, 5)) == share_difference(first, second, names(4))
 
 
 def test_one_document_gives_a_figure_without_an_interval():
@@ -257,24 +280,110 @@ def test_wilson_equals_scipys(successes, failures):
 def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
     first = np.array([1.0] * 6 + [0.0] * 4)
     second = np.array([1.0] * 2 + [0.0] * 8)
-    difference, p = share_difference(first, second, names(10))
+    difference = share_difference(first, second, names(10))
     mean = 4 / 12  # b = 4, c = 0, half added to each of four outcomes: b + c + 1 = 5 of n + 2 = 12
     error = (5 / 12 - mean**2) ** 0.5 / 12**0.5
     assert difference.value == pytest.approx(0.4)
     assert (difference.low, difference.high) == pytest.approx(
         (mean - 1.959964 * error, mean + 1.959964 * error)
     )
-    assert p == pytest.approx(2 * scipy.stats.norm.sf(mean / error))
+
+
+SIZES = {
+    "unequal": [1] * 4 + [4] * 4 + [12] * 4,
+    "twelve of 12": [12] * 12,
+    "thirty of 4": [4] * 30,
+}
+
+
+def clustered(generator, sizes, rate, correlation):
+    """Right answers that are alike in a document: beta-binomial."""
+    spread = (1 - correlation) / correlation
+    rates = generator.beta(rate * spread, (1 - rate) * spread, size=len(sizes))
+    return (generator.random(sum(sizes)) < np.repeat(rates, sizes)).astype(float)
+
+
+@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("correlation", [0.01, 0.1, 0.3])
+def test_a_share_of_clustered_answers_covers_what_it_says(sizes, rate, correlation):
+    generator = np.random.default_rng(0)
+    documents = np.repeat(names(len(sizes)), sizes)
+    estimates = [
+        share(clustered(generator, sizes, rate, correlation), documents) for _ in range(800)
+    ]
+    covered = np.mean([not estimate.excludes(rate) for estimate in estimates])
+    assert 0.89 <= covered <= 0.98  # Wilson's for the number of documents: .98 to 1
+
+
+def test_a_share_is_wilsons_where_answers_are_independent_or_copies():
+    generator = np.random.default_rng(0)
+    single = clustered(generator, [1] * 40, 0.7, 0.1)
+    assert share(single, names(40)) == wilson(single.sum(), 40)
+    for value in (0.0, 1.0):  # no spread to estimate the correlation from
+        assert share(np.full(48, value), names(48, each=4)) == wilson(12 * value, 12)
+    assert share(np.array([1.0, 0.0, 1.0]), ["a"] * 3) == wilson(2 / 3, 1)
+    # copies of 40 answers: Student's t for the normal quantile is the only difference
+    copies = share(np.repeat(single, 5), names(200, each=5))
+    alone = share(single, names(40))
+    assert copies.low == pytest.approx(alone.low, abs=0.01)
+    assert copies.high == pytest.approx(alone.high, abs=0.01)
+
+
+def test_sixty_one_of_sixty_eight_answers_in_twelve_documents():
+    right_of_document = [1, 1, 1, 1, 4, 4, 4, 4, 12, 10, 10, 9]
+    right = np.concatenate(
+        [np.arange(n) < r for n, r in zip(SIZES["unequal"], right_of_document, strict=True)]
+    ).astype(float)
+    documents = np.repeat(names(12), SIZES["unequal"])
+    estimate = share(right, documents)
+    assert (estimate.low, estimate.high) == pytest.approx((0.79, 0.95), abs=0.005)
+    # by hand: sums minus p n_d, their squares over those of independent answers, Student's t
+    p = 61 / 68
+    squares = 4 * (1 - p) ** 2 + 4 * (4 - 4 * p) ** 2
+    squares += sum((r - 12 * p) ** 2 for r in (12, 10, 10, 9))
+    effect = 12 / 11 * squares / (68 * p * (1 - p))
+    degrees = (68**2 / 644 - 1) * effect / (effect - 1)
+    quantile = scipy.stats.t.ppf(0.975, degrees)
+    for end in (estimate.low, estimate.high):
+        assert abs(p - end) == pytest.approx(quantile * (effect * end * (1 - end) / 68) ** 0.5)
 
 
 @pytest.mark.parametrize(
     ("b", "c", "both"), [(0, 0, 3), (0, 4, 0), (1, 4, 7), (3, 3, 0), (2, 5, 1)]
 )
-def test_mcnemar_equals_the_enumeration_of_all_ways_to_split(b, c, both):
-    splits = [sum(coins) for coins in itertools.product((0, 1), repeat=b + c)]
-    extreme = sum(min(k, b + c - k) <= min(b, c) for k in splits) / len(splits)
-    outcomes = [1.0] * both + [1.0] * b + [0.0] * c, [1.0] * both + [0.0] * b + [1.0] * c
-    assert mcnemar(*map(np.array, outcomes)) == pytest.approx(extreme)
+def test_sign_flips_of_documents_with_one_question_are_mcnemars_exact_test(b, c, both):
+    first = np.array([1.0] * both + [1.0] * b + [0.0] * c)
+    second = np.array([1.0] * both + [0.0] * b + [1.0] * c)
+    theirs = scipy.stats.binomtest(b, b + c).pvalue if b + c else 1.0
+    assert sign_flip_p_value(first, second, names(both + b + c)) == pytest.approx(theirs)
+
+
+def test_sign_flips_are_the_enumeration_of_all_exchanges_of_documents():
+    generator = np.random.default_rng(3)
+    first, second = (clustered(generator, SIZES["unequal"], rate, 0.3) for rate in (0.5, 0.8))
+    documents = np.repeat(names(12), SIZES["unequal"])
+    expected = swap_p_value(np.asarray, [first], [second], documents)  # all 4,096
+    assert sign_flip_p_value(first, second, documents) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("correlation", [0.1, 0.3, 0.6])
+def test_a_paired_test_of_clustered_answers_keeps_its_level_where_mcnemars_does_not(correlation):
+    generator = np.random.default_rng(1)
+    sizes = SIZES["twelve of 12"]
+    documents = np.repeat(names(12), sizes)
+    false_alarms = np.zeros(2)
+    trials = 300
+    for _ in range(trials):
+        first, second = (clustered(generator, sizes, 0.5, correlation) for _ in range(2))
+        one_right = first != second
+        of_examples = scipy.stats.binomtest(int((first > second).sum()), int(one_right.sum()))
+        p_values = sign_flip_p_value(first, second, documents), of_examples.pvalue
+        false_alarms += np.array(p_values) <= 0.05
+    assert false_alarms[0] / trials <= 0.07
+    assert false_alarms[1] / trials >= 0.1
+    difference = share_difference(first, second, documents)
+    assert difference.low <= difference.value <= difference.high
 
 
 def scores(count, better, value=1.0):

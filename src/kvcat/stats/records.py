@@ -1,0 +1,75 @@
+"""A record: the values of one example for one model, method, keep ratio, step and seed."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvcat.errors import InputError
+
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Record:
+    """The values of one example for one model, method, keep ratio, step and seed.
+
+    Raises:
+        InputError: a value is NaN.
+    """
+
+    model: str  # label; LABEL@SEED if there are several training runs
+    fingerprint: str  # identifies the model's weights
+    dtype: str  # dtype of the weights, e.g. float32
+    method: str  # name of the compressor or of the baseline
+    options: str  # options that were set, as JSON with sorted keys
+    keep_ratio: float  # fraction of slots kept; for a baseline, fraction of the context seen
+    step: int | None  # gradient steps; None for a method without steps
+    seed: int | None  # seed of a randomised method; None for the others
+    dataset: str
+    stratum: str  # group that is also reported separately; may be empty
+    document: str  # name of the document, the unit that is resampled
+    example: str  # name of the example within its document
+    values: dict[str, float]  # by metric; shares are in [0, 1]
+
+    def __post_init__(self) -> None:
+        for name, value in self.values.items():
+            if math.isnan(value):
+                place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
+                example = f"example {self.example!r} of {self.document!r}"
+                raise InputError(f"{place}: {name} of {example} is {value}, not a number")
+
+    @property
+    def key(self) -> Key:
+        """The fields that identify the record: all except the values and the stratum."""
+        fields = vars(self).items()
+        return tuple(value for name, value in fields if name not in ("stratum", "values"))
+
+    @property
+    def method_label(self) -> str:
+        """The method's name with its options, e.g. ``attention-matching preset=paper``."""
+        return method_label(self.method, json.loads(self.options))
+
+
+def method_label(name: str, options: Mapping[str, Any]) -> str:
+    """A method's name with its options, e.g. ``attention-matching preset=paper``."""
+    settings = [f"{key}={value}" for key, value in sorted(options.items())]
+    return " ".join([name, *settings])
+
+
+def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
+    """The fingerprint and dtype of each model's weights, by label.
+
+    Raises:
+        InputError: one label has two sets of weights.
+    """
+    models: dict[str, dict[str, str]] = {}
+    for record in records:
+        weights = {"fingerprint": record.fingerprint, "dtype": record.dtype}
+        known = models.setdefault(record.model, weights)
+        if known != weights:
+            raise InputError(
+                f"the records of model {record.model!r} come from two different models"
+            )
+    return models
