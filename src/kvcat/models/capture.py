@@ -234,8 +234,8 @@ class _Recording:
         """The capture of all chunks; ``hidden`` has the kept hidden states of each."""
         if sorted(self.latest) != sorted(self.numbers):
             raise InputError(
-                f"{self.model_class} is not supported: {len(self.latest)} of its "
-                f"{len(self.numbers)} layers attend through transformers' attention interface"
+                f"{self.model_class} is not supported: not all of its layers attend through "
+                "transformers' attention interface"
             )
         keys = []
         values = []
