@@ -1,9 +1,11 @@
-"""A small float64 copy of a model, on which a wrong computation can be told from rounding.
+"""A small copy of a model, on which a wrong computation can be told from rounding.
 
 In half precision even transformers' own attention functions differ by some per cent, because large
-activations are rounded in every layer. A check of what is computed, not of how it is rounded, runs
-on this copy: it has one layer of each kind and few tokens in its vocabulary, so that it needs
-little memory, and it is on the CPU, whatever the model's device.
+activations are rounded in every layer. A check of what a class computes, not of how its weights are
+rounded, runs on this copy. It computes in float64, with random weights of ordinary size, so that no
+activation is large and every attention reaches many tokens. It has one layer of each kind and few
+tokens in its vocabulary, so that it needs little memory, and it is on the CPU, whatever the model's
+device.
 """
 
 import copy
@@ -16,17 +18,19 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcat.cache import recurrent_layers
 from kvcat.models.structure import decoder_layers
 from kvcat.types import Float, Tensor
 
 _VOCABULARY = 1024
 _NUM_LAYERS = 2  # at least, if the model has them: one layer may depend on another
+_LARGEST = 2.0  # of the biases and of the norms' weights
 _COPIES: WeakSet[PreTrainedModel] = WeakSet()
 
 
 @dataclass(frozen=True, eq=False)
 class ExactCopy:
-    """A copy of a model that computes in float64 with one layer of each kind.
+    """A copy of a model that computes in float64, with random weights and one layer of each kind.
 
     Args:
         model: the copy, in evaluation mode, without gradients, on the CPU.
@@ -38,14 +42,18 @@ class ExactCopy:
 
 
 def exact_copy(model: PreTrainedModel) -> ExactCopy:
-    """The float64 copy of a model; a copy itself is returned as it is."""
+    """The float64 copy of a model; a copy itself is returned as it is.
+
+    A model with recurrent states on an accelerator may have kernels that run neither in float64 nor
+    on the CPU: its copy keeps dtype, device and weights.
+    """
     modules = decoder_layers(model)
     if model in _COPIES:
         return ExactCopy(model, list(range(len(modules))))
     kinds = _layer_kinds(model)
-    shallow = _shallow_copy(model, _first_layers(kinds), exact=True)
-    shallow.to("cpu", torch.float64).eval().requires_grad_(False)  # type: ignore[arg-type]
-    if type(shallow)._can_set_experts_implementation():
+    is_exact = model.device.type == "cpu" or not recurrent_layers(model.config)
+    shallow = _shallow_copy(model, _first_layers(kinds), exact=is_exact)
+    if is_exact and type(shallow)._can_set_experts_implementation():
         shallow.set_experts_implementation("eager")  # the others have no float64
     _COPIES.add(shallow)
     kinds_of_copy = [kinds[number] for number in _first_layers(kinds)]
@@ -128,7 +136,7 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     Args:
         model: a causal LM.
         numbers: of the layers, ascending.
-        exact: give the copy weights of its own, in float64 on the CPU; otherwise it has the
+        exact: give the copy random weights in float64 on the CPU; otherwise it shares the
             model's.
     """
     modules = decoder_layers(model)
@@ -142,6 +150,7 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
     cut = _cut_weights(model)
     width = _width_per_layer(model.config)
+    generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
         if id(weight) in inner - kept:
             continue
@@ -151,9 +160,8 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
         if width and id(weight) not in inner:
             data = _of_layers(data, numbers, len(modules), width)
         if exact:
-            data = data.to("cpu", torch.float64)
-        is_same = not exact and data.shape == weight.shape
-        memo[id(weight)] = weight if is_same else nn.Parameter(data, weight.requires_grad)
+            data = _ordinary(data, generator)
+        memo[id(weight)] = nn.Parameter(data, requires_grad=False)
     shallow = copy.deepcopy(model, memo)
     layers: Any = shallow.get_submodule(path)
     for number in reversed(range(len(layers))):
@@ -169,7 +177,18 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
         if isinstance(module, nn.Embedding) and module.weight.shape[0] == _VOCABULARY:
             module.num_embeddings = _VOCABULARY
             module.padding_idx = None
-    return shallow
+    if exact:
+        shallow.to("cpu", torch.float64)  # type: ignore[arg-type]
+    return shallow.eval()
+
+
+def _ordinary(weight: Float[Tensor, "..."], generator: torch.Generator) -> Float[Tensor, "..."]:
+    """A weight of the exact copy: a random matrix, or a vector without large numbers."""
+    if weight.dim() < 2:
+        return weight.to("cpu", torch.float64, copy=True).clamp_(-_LARGEST, _LARGEST)
+    bound = (3 / weight.shape[-1]) ** 0.5
+    matrix = torch.empty(weight.shape, dtype=torch.float64, device="cpu")
+    return matrix.uniform_(-bound, bound, generator=generator)
 
 
 def _cut_weights(model: PreTrainedModel) -> set[int]:

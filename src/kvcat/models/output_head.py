@@ -75,6 +75,7 @@ def _find_head(model: PreTrainedModel) -> OutputHead:
         raise InputError(f"{kind} is not supported: {error}") from error
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(text.vocab_size, (1, _PROBE_TOKENS), generator=generator)
+    tokens = tokens.to(model.device)
     with torch.autocast(model.device.type, enabled=False):
         hidden = hidden_states(model, input_ids=tokens, use_cache=False)
         head_input, loud_input, loud_logits = _amplified(model, tokens, heads[0])

@@ -24,7 +24,7 @@ from kvcat.models.exact_copy import StaysDouble, exact_copy, few_layers
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.output_head import adopt_head, logits_from_hidden
 from kvcat.models.rotation import KeyRotation
-from kvcat.models.structure import decoder_layers, frozen, output_gains, relative_error, same
+from kvcat.models.structure import decoder_layers, output_gains, relative_error, same
 from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
@@ -101,9 +101,8 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
             adopt_head(model, exact)
             few = few_layers(model)
             adopt_head(few, exact)
-            with frozen(few):
-                enable(few)
-                _run(few, split=split)
+            enable(few)
+            _run(few, split=split)
     except InputError:
         raise
     except (

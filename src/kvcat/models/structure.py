@@ -13,7 +13,7 @@ from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
