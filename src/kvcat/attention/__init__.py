@@ -1,6 +1,7 @@
 """Attention over visible slots: the naive reference, the fast path, and transformers models."""
 
 from kvcat.attention.carried import Carried, Head, attach
+from kvcat.attention.exclusive import exclusive
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
 from kvcat.attention.interface import (
     NAME,
@@ -27,6 +28,7 @@ __all__ = [
     "attention_mass",
     "check_not_wrapped",
     "enable",
+    "exclusive",
     "extend_keys",
     "kvcat_attention",
     "log_mass",

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from kvcat.attention import check_not_wrapped
+from kvcat.attention import check_not_wrapped, exclusive
 from kvcat.cache.adapters import Tensors, tensors_of
 from kvcat.errors import InputError
 from kvcat.types import Tensor
@@ -92,25 +92,26 @@ def fingerprint(model: nn.Module) -> str:
     Raises:
         InputError: a wrapper of a model, or weights on the meta device.
     """
-    tensors = _tensors_with_data(model)
-    stored: dict[str, Tensor] = {}
-    computed: dict[str, Tensor] = {}
-    for name, tensor in tensors.base.items():
-        if not _is_made_by_class(model, name):
-            stored[name] = tensor
-        elif _counts(model, name):
-            computed[name] = tensor
-    config = getattr(model, "config", None)
-    digest = hashlib.sha256(type(model).__name__.encode())
-    digest.update(str(getattr(config, "model_type", None)).encode())
-    digest.update(json.dumps(_settings(config, type(model)), sort_keys=True).encode())
-    digest.update(_remembered(model, "weights", stored).encode())
-    for line in _rotary_changes(model):
-        digest.update(line.encode())
-    digest.update(_remembered(model, "buffers", computed).encode())
-    for line in sorted(_adapter_digests(model, tensors)):
-        digest.update(line.encode())
-    return SCHEME + digest.hexdigest()
+    with exclusive(model):  # others hold rotary factors and settings for a while
+        tensors = _tensors_with_data(model)
+        stored: dict[str, Tensor] = {}
+        computed: dict[str, Tensor] = {}
+        for name, tensor in tensors.base.items():
+            if not _is_made_by_class(model, name):
+                stored[name] = tensor
+            elif _counts(model, name):
+                computed[name] = tensor
+        config = getattr(model, "config", None)
+        digest = hashlib.sha256(type(model).__name__.encode())
+        digest.update(str(getattr(config, "model_type", None)).encode())
+        digest.update(json.dumps(_settings(config, type(model)), sort_keys=True).encode())
+        digest.update(_remembered(model, "weights", stored).encode())
+        for line in _rotary_changes(model):
+            digest.update(line.encode())
+        digest.update(_remembered(model, "buffers", computed).encode())
+        for line in sorted(_adapter_digests(model, tensors)):
+            digest.update(line.encode())
+        return SCHEME + digest.hexdigest()
 
 
 def first_fingerprint(model: nn.Module) -> str:
@@ -150,7 +151,10 @@ def _tensors_with_data(model: nn.Module) -> Tensors:
 
 def fingerprint_like(recorded: str, model: nn.Module) -> str:
     """The model's fingerprint by the scheme of a recorded one."""
-    return fingerprint(model) if recorded.startswith(SCHEME) else first_fingerprint(model)
+    if recorded.startswith(SCHEME):
+        return fingerprint(model)
+    with exclusive(model):
+        return first_fingerprint(model)
 
 
 def are_comparable(first: str, second: str) -> bool:

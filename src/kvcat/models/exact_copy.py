@@ -18,6 +18,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcat.attention import exclusive
 from kvcat.cache import recurrent_layers
 from kvcat.models.structure import decoder_layers
 from kvcat.types import Float, Tensor
@@ -52,7 +53,8 @@ def exact_copy(model: PreTrainedModel) -> ExactCopy:
         return ExactCopy(model, list(range(len(modules))))
     kinds = _layer_kinds(model)
     is_exact = model.device.type == "cpu" or not recurrent_layers(model.config)
-    shallow = _shallow_copy(model, _first_layers(kinds), exact=is_exact)
+    with exclusive(model):  # another thread's hooks would be copied
+        shallow = _shallow_copy(model, _first_layers(kinds), exact=is_exact)
     if is_exact and type(shallow)._can_set_experts_implementation():
         shallow.set_experts_implementation("eager")  # the others have no float64
     _COPIES.add(shallow)
@@ -65,7 +67,8 @@ def few_layers(model: PreTrainedModel) -> PreTrainedModel:
 
     Its layers have the model's own weights: nothing large is copied.
     """
-    return _shallow_copy(model, _first_layers(_layer_kinds(model)), exact=False)
+    with exclusive(model):
+        return _shallow_copy(model, _first_layers(_layer_kinds(model)), exact=False)
 
 
 class StaysDouble(TorchFunctionMode):

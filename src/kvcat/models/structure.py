@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcat.attention import exclusive
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -106,19 +107,23 @@ def hidden_states(model: PreTrainedModel, **inputs: object) -> Float[Tensor, "ba
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """A block in which a model is in evaluation mode and its parameters get no gradients."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = [module for module in model.modules() if module.training]
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        model.eval()
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
+    """A block in which a model is in evaluation mode and its parameters get no gradients.
+
+    One thread at a time is in such a block of a model (``exclusive``).
+    """
+    with exclusive(model):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        training = [module for module in model.modules() if module.training]
+        try:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            model.eval()
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            for module in training:
+                module.training = True
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:
