@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
+.PHONY: demo demo-quick demo-real smollm2 check-extras test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
 
 demo: setup ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -81,6 +81,13 @@ FAST := tests/attention tests/cache tests/data tests/losses tests/models tests/p
 
 test-python: setup ## sources compiled, and fast tests run, with other Pythons (PYTHON_VERSIONS="3.12 3.13")
 	$(BIN)/python tools/test_python.py $(PYTHON_VERSIONS) --torch "$(TORCH)" --tests $(FAST)
+
+# Every extra but vLLM's, which pin torch and transformers and have an environment of their own (test-vllm).
+comma := ,
+EXTRAS := $(shell sed -n '/optional-dependencies/,/scripts/s/^\([a-z-]*\) = .*/\1/p' pyproject.toml | grep -v vllm | paste -sd,)
+
+check-extras: setup ## whether every extra can be installed with constraints.txt; nothing is installed
+	for extra in $(subst $(comma), ,$(EXTRAS)) $(EXTRAS); do $(PIP) --dry-run ".[$$extra]" || exit 1; done
 
 notebook: setup ## examples/tour.ipynb, executed from the first cell to the last
 	$(BIN)/python -m pytest -q -m slow tests/test_notebook.py

@@ -222,7 +222,7 @@ def test_a_tokenizer_is_fetched_without_weights_where_it_is_not_cached(
 @pytest.mark.parametrize(
     ("kind", "options", "message"),
     [
-        ("stablelm", {}, "StableLm.*0 of its 3 layers attend"),
+        ("stablelm", {}, "StableLm.*not all of its layers attend"),
         ("falcon", {}, "FalconForCausalLM.*interface"),
         (
             "gemma2",
@@ -253,9 +253,13 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
     assert model.training
     assert not any(module._forward_pre_hooks for module in model.modules())
     attention = decoder_layers(model)[1].self_attn
-    forward = attention.forward
-    attention.forward = lambda *args, kv_gate=None, **kwargs: forward(*args, **kwargs)
-    with pytest.raises(InputError, match="gate of layer 1 gets no gradient"):
+
+    class WithoutGate(type(attention)):
+        def forward(self, *args, kv_gate=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    attention.__class__ = WithoutGate
+    with pytest.raises(InputError, match="gate of one of its layers gets no gradient"):
         self_test(model)
 
     def blind(q, k, v, keep, prefix_len, **options):

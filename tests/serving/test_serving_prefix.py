@@ -174,9 +174,12 @@ def test_models_whose_keys_cannot_be_rotated_and_wrong_rotations_are_rejected_by
             KeyRotation(make_model(kind, options), -23)
     model = make_model()
     attention = model.model.layers[1].self_attn
-    forward = attention.forward
-    attention.forward = lambda *args, position_embeddings, **kwargs: forward(
-        *args, position_embeddings=[x.roll(1, -1) for x in position_embeddings], **kwargs
-    )
-    with pytest.raises(InputError, match="the keys of layer 1 do not rotate with their position"):
+
+    class Rolled(type(attention)):
+        def forward(self, *args, position_embeddings, **kwargs):
+            rolled = [x.roll(1, -1) for x in position_embeddings]
+            return super().forward(*args, position_embeddings=rolled, **kwargs)
+
+    attention.__class__ = Rolled
+    with pytest.raises(InputError, match="keys of its layers do not rotate with their position"):
         KeyRotation(model, -23)

@@ -16,6 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from kvcat.attention.carried import Carried, carried_by
+from kvcat.attention.exclusive import exclusive
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Tensor
@@ -278,16 +279,18 @@ def enable(model: PreTrainedModel) -> None:
         InputError: a model that does not use transformers' attention interface, or caps its scores.
     """
     check_not_wrapped(model)
-    if model.config._attn_implementation == NAME:
-        return
-    kind = type(model).__name__
-    if not type(model)._can_set_attn_implementation():
-        reason = "it does not use transformers' attention interface"
-        raise InputError(f"{kind} is not supported: {reason}")
-    cap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
-    if cap:
-        raise InputError(f"{kind} is not supported: its attention scores are soft-capped at {cap}")
-    model.set_attn_implementation(NAME)
+    with exclusive(model):
+        if model.config._attn_implementation == NAME:
+            return
+        kind = type(model).__name__
+        if not type(model)._can_set_attn_implementation():
+            reason = "it does not use transformers' attention interface"
+            raise InputError(f"{kind} is not supported: {reason}")
+        cap = getattr(model.config.get_text_config(decoder=True), "attn_logit_softcapping", None)
+        if cap:
+            reason = f"its attention scores are soft-capped at {cap}"
+            raise InputError(f"{kind} is not supported: {reason}")
+        model.set_attn_implementation(NAME)
 
 
 def check_not_wrapped(model: nn.Module) -> None:

@@ -3,7 +3,7 @@
 import inspect
 import threading
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary, finalize, ref
@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import Cache, GenerationMixin, PreTrainedModel
 
-from kvcat.attention import NAME
+from kvcat.attention import NAME, exclusive
 from kvcat.cache.layers import PrefixLayer
 from kvcat.cache.rope import Factors, check_length, held_factors
 from kvcat.cache.states import RecurrentState, WindowState
@@ -58,8 +58,8 @@ class PrefixCache(Cache):
         self.tokens: Tensor | None = None
         # positions that left padding fills in a static cache
         self.padding: int | None = None
-        # the running block of held_factors in a forward
-        self.held: AbstractContextManager[None] | None = None
+        # the blocks that a running forward is in: exclusive, held_factors
+        self.held: ExitStack | None = None
         # keeps the model's hooks (guard); copies of the cache have the same object
         self.use: _Use | None = None
 
@@ -99,8 +99,8 @@ class PrefixCache(Cache):
 def guard(model: PreTrainedModel, past: PrefixCache) -> None:
     """Hook every forward of the model with a ``PrefixCache``.
 
-    The hooks check the forward before it runs, and make it use the cache's rotary factors. They are
-    on the model's ``base_model`` as long as one of its caches, or a copy of one, is in use.
+    The hooks check the forward before it runs, make it use the cache's rotary factors, and keep
+    other threads from changing the model until it ends. They are on the model's ``base_model`` as long as one of its caches, or a copy of one, is in use.
     Forwards with other caches or without a cache do not change.
     """
     module = model.base_model
@@ -173,6 +173,24 @@ def _before(
                 "rotary factors that depend on the length cannot be held in a compiled model"
             )
         return None
+    with ExitStack() as stack:
+        stack.enter_context(exclusive(module))
+        arguments = _prepare(module, past, args, kwargs, stack)
+        past.held = stack.pop_all()
+    return arguments
+
+
+def _prepare(
+    module: nn.Module,
+    past: PrefixCache,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    stack: ExitStack,
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """The arguments of a checked forward; None: they do not change.
+
+    The blocks that the forward runs in are entered on the stack.
+    """
     ids = args[0] if args else kwargs.get("input_ids")
     new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
     num_new = new_inputs.shape[1]
@@ -188,8 +206,7 @@ def _before(
     if past.factors is not None:
         if not past.any_length:
             check_length(module.config, past.factors, length + num_new)  # type: ignore[arg-type]
-        past.held = held_factors(module, past.factors)
-        past.held.__enter__()
+        stack.enter_context(held_factors(module, past.factors))
     positions = _positions_behind_padding(module, num_new, kwargs)
     return None if positions is None else (args, {**kwargs, "position_ids": positions})
 
@@ -215,7 +232,7 @@ def _after(_module: nn.Module, _args: Any, kwargs: dict[str, Any], _output: Any)
     if isinstance(past, PrefixCache) and past.held is not None:
         held = past.held
         past.held = None
-        held.__exit__(None, None, None)
+        held.close()
 
 
 def _check_checkpointing(module: nn.Module) -> None:

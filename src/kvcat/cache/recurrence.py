@@ -17,6 +17,7 @@ from torch import nn
 from torch.nn.functional import conv1d, silu, softplus
 from transformers import Cache, PreTrainedModel
 
+from kvcat.attention import exclusive
 from kvcat.cache.forward import CACHE_NAME
 from kvcat.types import Float, Tensor, at_least_float32
 
@@ -32,14 +33,15 @@ def continue_states(model: PreTrainedModel) -> None:
     """
     base: Any = model.base_model
     counts_from_zero = model.config.get_text_config(decoder=True).model_type in _COUNTS_FROM_ZERO
-    if counts_from_zero and _with_positions not in base._forward_pre_hooks.values():
-        base.register_forward_pre_hook(_with_positions, with_kwargs=True)
-    for module in base.modules():
-        if type(module).__name__ != _MIXER:
-            continue
-        forward: Any = module.forward
-        if getattr(forward, "func", None) is not _forward:
-            module.forward = partial(_forward, module, forward)
+    with exclusive(model):
+        if counts_from_zero and _with_positions not in base._forward_pre_hooks.values():
+            base.register_forward_pre_hook(_with_positions, with_kwargs=True)
+        for module in base.modules():
+            if type(module).__name__ != _MIXER:
+                continue
+            forward: Any = module.forward
+            if getattr(forward, "func", None) is not _forward:
+                module.forward = partial(_forward, module, forward)
 
 
 def _with_positions(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

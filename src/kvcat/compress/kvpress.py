@@ -5,6 +5,7 @@ kvpress is imported when the first press is made. Its changes to transformers ar
 
 import importlib
 import importlib.metadata
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -38,6 +39,8 @@ _CHOOSES_LAST = "compress_post"  # method of presses that hide slots after scori
 _UNSCORED = "prefix_length"  # attribute of presses: first tokens that they give no score
 # far above the rounding of 1 - slots / prefix, far below one slot of any cache
 _NUDGE = 1e-12
+# the functions of kvpress that are replaced, and the random state, belong to the whole process
+_PRESSING = threading.RLock()
 
 
 # errors of presses for a prefix or a model that they cannot press
@@ -242,6 +245,7 @@ def _press_prefix(
     is_eager = any(isinstance(each, library().ObservedAttentionPress) for each in pressing)
     with (
         frozen(model),
+        _PRESSING,
         torch.no_grad(),
         # some presses draw from the global random state: make the draws depend only on the example,
         # and restore the state

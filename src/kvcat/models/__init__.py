@@ -7,16 +7,15 @@ from kvcat.models.capture import Capture, capture, layer_states
 from kvcat.models.generation import end_tokens, left_out, plain_generation
 from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
+from kvcat.models.output_head import logits_from_hidden, output_head
 from kvcat.models.self_test import self_test
 from kvcat.models.structure import (
     attention_sinks,
     decoder_layers,
     frozen,
     hidden_states,
-    logits_from_hidden,
     model_name,
     output_gains,
-    output_head,
     positions_of,
 )
 

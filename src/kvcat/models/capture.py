@@ -2,6 +2,7 @@
 layer.
 """
 
+import threading
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from kvcat.attention import enable
+from kvcat.attention import enable, exclusive
 from kvcat.cache import (
     Factors,
     LayerState,
@@ -112,6 +113,7 @@ def capture(
     total = len(modules) * num_chunks
     hidden = []
     with ExitStack() as stack:
+        stack.enter_context(exclusive(model))
         # a compact cache holds its factors itself in every forward
         held = None if isinstance(past, PrefixCache) else rope
         stack.enter_context(held_factors(model, held))
@@ -164,6 +166,14 @@ class _Recording:
         # squared norm behind a norm that follows the attention, relative to that before it
         self.enlargements: dict[int, list[Tensor]] = {number: [] for number in numbers}
         self.attention_output: Tensor | None = None
+        self.thread = threading.get_ident()
+
+    def _is_own_forward(self) -> bool:
+        """Whether a hook runs in a forward of this capture.
+
+        Another thread may run the model without kvcat, for example by ``generate``.
+        """
+        return threading.get_ident() == self.thread
 
     def begin_chunk(self, chunk: Int[Tensor, "batch tokens"], start: int) -> None:
         """Choose the queries to keep of a chunk whose first token has the position ``start``."""
@@ -186,6 +196,8 @@ class _Recording:
         self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int
     ) -> None:
         """Keep the squared norms of the residual stream that enters a layer."""
+        if not self._is_own_forward():
+            return
         states = args[0] if args else kwargs["hidden_states"]
         if states.dim() != 3:
             shape = "x".join(str(size) for size in states.shape)
@@ -208,11 +220,13 @@ class _Recording:
             return []
 
         def keep(_module: nn.Module, _args: Any, output: Any) -> None:
+            if not self._is_own_forward():
+                return
             self.attention_output = output[0] if isinstance(output, tuple) else output
 
         def compare(_module: nn.Module, args: Any, output: Any) -> None:
             before = self.attention_output
-            if before is None or not args or args[0] is not before:
+            if not self._is_own_forward() or before is None or not args or args[0] is not before:
                 return
             self.attention_output = None
             size = before.float().square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
@@ -234,8 +248,8 @@ class _Recording:
         """The capture of all chunks; ``hidden`` has the kept hidden states of each."""
         if sorted(self.latest) != sorted(self.numbers):
             raise InputError(
-                f"{self.model_class} is not supported: {len(self.latest)} of its "
-                f"{len(self.numbers)} layers attend through transformers' attention interface"
+                f"{self.model_class} is not supported: not all of its layers attend through "
+                "transformers' attention interface"
             )
         keys = []
         values = []
@@ -278,7 +292,7 @@ def layer_states(
     continue_states(model)
     cache = DynamicCache(config=model.config) if past is None else past
     held = None if isinstance(past, PrefixCache) else rope
-    with held_factors(model, held):
+    with exclusive(model), held_factors(model, held):
         for chunk in input_ids.split(chunk_tokens, dim=1):
             hidden_states(model, input_ids=chunk, use_cache=True, **cache_argument(cache))
     return {layer: LayerState.of(cache.layers[layer]) for layer in layers}

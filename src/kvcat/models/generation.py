@@ -9,6 +9,8 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedModel
 
+from kvcat.attention import exclusive
+
 # settings of a model's folder that do not change which tokens come out, because plain_generation
 # sets them itself, or because they only describe tokens and outputs
 _WITHOUT_EFFECT = {
@@ -55,12 +57,13 @@ def plain_generation(model: PreTrainedModel, **settings: Any) -> Iterator[Genera
         do_sample=False,
     )
     plain.update(**settings)
-    before = model.generation_config
-    try:
-        model.generation_config = plain
-        yield plain
-    finally:
-        model.generation_config = before
+    with exclusive(model):
+        before = model.generation_config
+        try:
+            model.generation_config = plain
+            yield plain
+        finally:
+            model.generation_config = before
 
 
 def left_out(model: PreTrainedModel, *, sampling: bool) -> list[str]:

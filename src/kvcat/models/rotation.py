@@ -11,13 +11,14 @@ from transformers import DynamicCache, PreTrainedModel
 
 from kvcat.cache import cache_argument, recurrent_layers
 from kvcat.errors import InputError
+from kvcat.models.exact_copy import exact_copy
 from kvcat.models.structure import frozen, relative_error
 from kvcat.types import Float, Int, Tensor
 
 _LENGTH_DEPENDENT = ("dynamic", "longrope")
 _WITHOUT_POSITIONS = ("jamba",)
 _PROBE_TOKENS = 8
-_TOLERANCE = {torch.float16: 0.1, torch.bfloat16: 0.2}
+_TOLERANCE = 0.01  # float32 angles of far positions
 _TURNED: WeakKeyDictionary[PreTrainedModel, dict[int, list[bool]]] = WeakKeyDictionary()
 
 
@@ -26,9 +27,10 @@ class KeyRotation:
 
     With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k
     become R(p + shift) k. The rotation comes from the model's modules, with their scaling and
-    pairing of channels. The constructor tests it on the model once for every shift: the keys of a
-    few tokens at one position, after the rotation, must equal those of the same tokens ``shift``
-    positions later. In layers without positions the keys must be equal without the rotation.
+    pairing of channels. The constructor tests it once for every shift on an ``exact_copy``: the keys
+    of a few tokens at one position, after the rotation, must equal those of the same tokens
+    ``shift`` positions later. In layers without positions the keys must be equal without the
+    rotation.
 
     Args:
         model: a causal LM with rotary position embeddings, or one whose attention has no positions
@@ -54,23 +56,27 @@ class KeyRotation:
         self.layer_types = types if by_type else [None] * len(types)
         self.turned = [True] * len(types)
         tested = _TURNED.setdefault(model, {})
-        if shift in tested:
+        if shift and shift not in tested:
+            exact = exact_copy(model)
+            if exact.model is model:
+                self._test(model)
+                tested[shift] = self.turned
+            else:
+                of_copy = KeyRotation(exact.model, shift).turned
+                tested[shift] = [of_copy[layer] for layer in exact.layers]
+        if shift:
             self.turned = tested[shift]
-        elif shift:
-            self._test(model)
-            tested[shift] = self.turned
 
     def _test(self, model: PreTrainedModel) -> None:
         """Set ``turned``: whether each layer's keys depend on their position by a rotation."""
         start = max(0, -self.shift)
-        tolerance = _TOLERANCE.get(model.dtype, 0.01)
         for layer, (before, after) in _keys_at(model, start, start + self.shift).items():
             error_turned = relative_error(self(before, layer), after)
             error_unturned = relative_error(before, after)
             error = min(error_turned, error_unturned)
-            if not error <= tolerance:
+            if not error <= _TOLERANCE:
                 raise InputError(
-                    f"{type(model).__name__}: the keys of layer {layer} do not rotate with their "
+                    f"{type(model).__name__}: keys of its layers do not rotate with their "
                     f"position (error {error:.2g})"
                 )
             self.turned[layer] = error_turned <= error_unturned

@@ -20,16 +20,11 @@ from kvcat.cache import (
 )
 from kvcat.errors import InputError, one_line
 from kvcat.models.capture import Capture, capture, layer_states
+from kvcat.models.exact_copy import StaysDouble, exact_copy, few_layers
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
+from kvcat.models.output_head import adopt_head, logits_from_hidden
 from kvcat.models.rotation import KeyRotation
-from kvcat.models.structure import (
-    decoder_layers,
-    frozen,
-    logits_from_hidden,
-    output_gains,
-    relative_error,
-    same,
-)
+from kvcat.models.structure import decoder_layers, output_gains, relative_error, same
 from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
@@ -71,7 +66,8 @@ class _Example:
 def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     """None if the masked pass and compact caches work on this model.
 
-    On 16 random tokens:
+    On 16 random tokens, with one layer of each kind in float64, where a wrong attention and
+    rounding cannot be confused (``exact_copy``):
 
     - the dense rows equal the stock model (transformers' eager attention);
     - a random gate in every layer changes the masked rows, but only where a slot is hidden before
@@ -82,10 +78,11 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
       a model with recurrent states has no masked pass, and only this is tested;
     - keys can be rotated to other positions, or it is known that they cannot.
 
-    The model then has kvcat's attention.
+    Then all this runs once more with the model's dtype, on its device, without a comparison of
+    numbers. The model then has kvcat's attention.
 
     Args:
-        model: a causal LM.
+        model: a causal LM, not sharded.
         split: test the masked pass with a ``prefix_len`` instead: a suffix that runs again equals
             the stock model where all slots are kept, and differs where they are not.
 
@@ -94,9 +91,18 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
     """
     class_name = type(model).__name__
     try:
-        with frozen(model):
-            enable(model)
-            complaint = _split_complaint(model) if split else _complaint(model)
+        enable(model)
+        layer_windows(model.config)  # rejects layers of kinds that are not known
+        exact = exact_copy(model).model
+        enable(exact)
+        with StaysDouble():
+            complaint = _split_complaint(exact) if split else _complaint(exact)
+        if complaint is None:
+            adopt_head(model, exact)
+            few = few_layers(model)
+            adopt_head(few, exact)
+            enable(few)
+            _run(few, split=split)
     except InputError:
         raise
     except (
@@ -121,11 +127,8 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
 @torch.enable_grad()
 def _complaint(model: PreTrainedModel) -> str | None:
     """The first thing that does not work."""
-    layer_windows(model.config)  # rejects layers of kinds that are not known
     example = _make_example(model)
     recurrent = recurrent_layers(model.config)
-    whole = state_layers(model.config, example.tokens.shape[1])
-    compacted = [layer for layer in range(len(decoder_layers(model))) if layer not in whole]
     attending = [layer for layer in range(len(decoder_layers(model))) if layer not in recurrent]
     passes = None
     if not recurrent:  # with recurrent states there is no masked pass
@@ -135,10 +138,9 @@ def _complaint(model: PreTrainedModel) -> str | None:
     captured = capture(model, example.tokens, layers=attending)
     if not same(logits_from_hidden(model, captured.hidden), example.logits):
         return "its hidden states differ from the stock model"
-    if compacted:
-        complaint = _cache_complaint(model, example, compacted)
-        if complaint is not None:
-            return complaint
+    complaint = _cache_complaint(model, example)
+    if complaint is not None:
+        return complaint
     output_gains(model, [keys.shape[1] for keys in captured.keys], attending)
     if passes is None:
         return None
@@ -149,27 +151,19 @@ def _complaint(model: PreTrainedModel) -> str | None:
     return _gate_complaint(masked, example, policies)
 
 
-def _cache_complaint(model: PreTrainedModel, example: _Example, compacted: list[int]) -> str | None:
-    """The first thing that does not work after a compact cache of the first half.
-
-    Args:
-        model: a causal LM.
-        example: the input and the expected logits.
-        compacted: numbers of the layers with slots.
-    """
-    tokens = example.tokens
-    half = tokens.shape[1] // 2
-    whole = [layer for layer in range(len(decoder_layers(model))) if layer not in compacted]
-    captured = capture(model, tokens[:, :half], layers=compacted)
-    states = layer_states(model, tokens[:, :half], whole)
-    expected = example.logits[:, half:]
-    plain, biased = (_cache_of(model, captured, states, spread) for spread in (0.0, 1.0))
-    unbiased = _behind_slots(model, tokens, plain)
+def _cache_complaint(model: PreTrainedModel, example: _Example) -> str | None:
+    """The first thing that does not work after a compact cache of the first half."""
+    caches = _caches(model, example.tokens)
+    if caches is None:
+        return None
+    plain, biased = caches
+    expected = example.logits[:, plain.num_tokens :]
+    unbiased = _behind_slots(model, example.tokens, plain)
     if not same(unbiased, expected):
         return "tokens after a compact cache differ from the stock model"
-    if torch.equal(unbiased, _behind_slots(model, tokens, biased)):
+    if torch.equal(unbiased, _behind_slots(model, example.tokens, biased)):
         return "the log-bias of a compact cache does not reach its attention"
-    if not same(_generated(model, tokens, plain), expected):
+    if not same(_generated(model, example.tokens, plain), expected):
         return "generation after a compact cache differs from the stock model"
     return None
 
@@ -183,11 +177,10 @@ def _gate_complaint(
     if not relative_error(masked[:, 2:], example.logits[:, 2:]) > 1e-6:
         return "a gate does not change the masked rows"
     scores = [policy.scores for policy in policies]
-    loss = masked.float().square().mean()
-    gradients = torch.autograd.grad(loss, scores, allow_unused=True)
-    for layer, gradient in enumerate(gradients):
+    gradients = torch.autograd.grad(masked.square().mean(), scores, allow_unused=True)
+    for gradient in gradients:
         if gradient is None or not gradient.isfinite().all() or not gradient.abs().sum() > 0:
-            return f"the gate of layer {layer} gets no gradient"
+            return "the gate of one of its layers gets no gradient"
     return None
 
 
@@ -210,6 +203,21 @@ def _split_complaint(model: PreTrainedModel) -> str | None:
     if torch.equal(suffix_all, suffix_kept):
         return "hidden slots of the prefix do not change the suffix"
     return None
+
+
+@torch.no_grad()
+def _run(model: PreTrainedModel, *, split: bool) -> None:
+    """Run what is tested, for errors that only the model's dtype or device raises."""
+    example = _make_example(model)
+    num_tokens = example.tokens.shape[1]
+    prefix_len = num_tokens // 2 if split else None
+    if not recurrent_layers(model.config):
+        _run_both_passes(model, example.tokens, example.keep[:, :prefix_len], prefix_len)
+    caches = None if split else _caches(model, example.tokens)
+    if caches is not None:
+        plain, biased = caches
+        _behind_slots(model, example.tokens, biased)
+        _generated(model, example.tokens, plain)
 
 
 def _make_example(model: PreTrainedModel) -> _Example:
@@ -270,6 +278,23 @@ def _generated(
         options.update(cache_argument(past))
         logits.append(model(input_ids=tokens[:, start:stop], **options).logits)
     return torch.cat(logits, dim=1)
+
+
+def _caches(
+    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"]
+) -> tuple[CompactCache, CompactCache] | None:
+    """Compact caches of all slots of the first half, without and with a log-bias.
+
+    None if all layers have windows or states that such a cache holds whole.
+    """
+    half = tokens.shape[1] // 2
+    whole = state_layers(model.config, tokens.shape[1])
+    compacted = [layer for layer in range(len(decoder_layers(model))) if layer not in whole]
+    if not compacted:
+        return None
+    captured = capture(model, tokens[:, :half], layers=compacted)
+    states = layer_states(model, tokens[:, :half], whole)
+    return _cache_of(model, captured, states, 0.0), _cache_of(model, captured, states, 1.0)
 
 
 def _cache_of(

@@ -1,26 +1,20 @@
-"""The layers, the hidden states and the output head of an unmodified transformers model."""
+"""The layers and the hidden states of an unmodified transformers model."""
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import product
 from pathlib import Path
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from kvcat.attention import exclusive
 from kvcat.errors import InputError
-from kvcat.losses import OutputHead
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Tensor
 
-_HEADS: WeakKeyDictionary[PreTrainedModel, OutputHead] = WeakKeyDictionary()
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
-_PROBE_TOKENS = 8
-_LOUD_LOGIT = 100.0
-_TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
@@ -113,123 +107,23 @@ def hidden_states(model: PreTrainedModel, **inputs: object) -> Float[Tensor, "ba
 
 @contextmanager
 def frozen(model: nn.Module) -> Iterator[None]:
-    """A block in which a model is in evaluation mode and its parameters get no gradients."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    training = [module for module in model.modules() if module.training]
-    try:
-        for parameter in parameters:
-            parameter.requires_grad_(False)
-        model.eval()
-        yield
-    finally:
-        for parameter in parameters:
-            parameter.requires_grad_(True)
-        for module in training:
-            module.training = True
+    """A block in which a model is in evaluation mode and its parameters get no gradients.
 
-
-def logits_from_hidden(
-    model: PreTrainedModel, hidden: Float[Tensor, "*batch hidden"]
-) -> Float[Tensor, "*batch vocab"]:
-    """The model's logits for ``hidden_states`` of any dtype; raises as ``output_head`` does."""
-    return output_head(model).logits(hidden)
-
-
-def output_head(model: PreTrainedModel) -> OutputHead:
-    """The head that makes the model's logits from ``hidden_states(model, ...)``.
-
-    It is found at the first call. Scale and soft-cap come from the configuration: ``logit_scale``,
-    ``lm_head_multiplier`` and ``output_multiplier`` multiply the logits, ``logits_scaling`` divides
-    them (Granite) or multiplies them (HyperCLOVA X), ``final_logit_softcapping`` or
-    ``logits_soft_cap`` caps them. These interpretations are tried first, then those without scale
-    or cap. The result is the first one that reproduces the model's logits on 8 random tokens. The
-    hidden states of this test are amplified until the logits reach 100, so that a cap is noticed
-    that the configuration does not name, or that it names and the model does not use.
-
-    Args:
-        model: a causal LM with its weights loaded, not yet sharded.
-
-    Raises:
-        InputError: no linear head, a head that does not read the output of the model without head,
-            or logits that no interpretation reproduces; the message names the model's class.
+    One thread at a time is in such a block of a model (``exclusive``).
     """
-    if model not in _HEADS:
-        _HEADS[model] = _find_head(model)
-    return _HEADS[model]
-
-
-@torch.no_grad()
-def _find_head(model: PreTrainedModel) -> OutputHead:
-    """The first candidate that gives the model's logits."""
-    kind = type(model).__name__
-    text = model.config.get_text_config(decoder=True)
-    linear = model.get_output_embeddings()
-    if linear is None:
-        raise InputError(f"{kind} is not supported: it has no language-model head")
-    try:
-        heads = [OutputHead(linear, scale, cap) for scale, cap in _readings(text)]
-    except InputError as error:
-        raise InputError(f"{kind} is not supported: {error}") from error
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(text.vocab_size, (1, _PROBE_TOKENS), generator=generator)
-    tokens = tokens.to(model.device)
-    with frozen(model), torch.autocast(model.device.type, enabled=False):
-        hidden = hidden_states(model, input_ids=tokens, use_cache=False)
-        head_input, loud_input, loud_logits = _amplified(model, tokens, heads[0])
-    if head_input.shape != hidden.shape or not same(head_input, hidden):
-        base = type(model.base_model).__name__
-        raise InputError(f"{kind} is not supported: its head does not read the output of {base}")
-    for head in heads:
-        if same(head.logits(loud_input), loud_logits):
-            return head
-    raise InputError(
-        f"{kind} is not supported: its head does more than a matrix, a bias, a scale and a soft-cap"
-    )
-
-
-def _readings(text: PreTrainedConfig) -> list[tuple[float, float | None]]:
-    """Scales and soft-caps that the configuration may mean, the likeliest first."""
-    scales = _numbers(text, ["logit_scale", "lm_head_multiplier", "output_multiplier"])
-    for number in _numbers(text, ["logits_scaling"]):
-        scales += [1 / number, number]
-    caps = _numbers(text, ["final_logit_softcapping", "logits_soft_cap"])
-    return list(product([*scales, 1.0], [*caps, None]))
-
-
-def _numbers(text: PreTrainedConfig, names: Sequence[str]) -> list[float]:
-    """The settings with these names that are numbers other than 0."""
-    numbers = []
-    for name in names:
-        value = getattr(text, name, None)
-        if isinstance(value, int | float) and value:
-            numbers.append(float(value))
-    return numbers
-
-
-def _amplified(
-    model: PreTrainedModel, tokens: Int[Tensor, "batch tokens"], head: OutputHead
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of the model's head, the same amplified, and the model's logits for the amplified
-    input.
-    """
-    uncapped = OutputHead(head.linear, head.scale)
-    inputs: list[Tensor] = []
-    loud_inputs: list[Tensor] = []
-
-    def amplify(_linear: nn.Module, args: tuple[Any, ...]) -> tuple[Tensor]:
-        highest = uncapped.logits(args[0]).abs().amax().clamp_min(1e-12)
-        loud = args[0] * (_LOUD_LOGIT / highest)
-        inputs.append(args[0])
-        loud_inputs.append(loud)
-        return (loud,)
-
-    with head.linear.register_forward_pre_hook(amplify):
-        logits = model(input_ids=tokens, use_cache=False).logits
-    if len(inputs) != 1:
-        raise InputError(
-            f"{type(model).__name__} is not supported: it runs its head {len(inputs)} times"
-        )
-    return inputs[0], loud_inputs[0], logits
+    with exclusive(model):
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        training = [module for module in model.modules() if module.training]
+        try:
+            for parameter in parameters:
+                parameter.requires_grad_(False)
+            model.eval()
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.requires_grad_(True)
+            for module in training:
+                module.training = True
 
 
 def same(actual: Tensor, expected: Tensor) -> bool:

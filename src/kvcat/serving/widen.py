@@ -26,14 +26,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from kvcat.cache import check_no_adapters, fingerprint, layer_windows
 from kvcat.errors import InputError
 from kvcat.files import atomic_write
-from kvcat.models import frozen
+from kvcat.models.exact_copy import exact_copy
 from kvcat.models.rotation import rotary_module
-from kvcat.models.structure import relative_error, same
+from kvcat.models.structure import relative_error
 from kvcat.types import Float, Tensor
 
 UNSEEN = -1000.0
 # The head sizes of vLLM's attention on a CPU; llama.cpp supports any.
 _ENGINE_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_TOLERANCE = 1e-3  # of logits: the wide model's rotary frequencies are rounded to float32
 _STILL = 1e25  # a frequency divided by this rotates nothing within any context
 # The type of the widened model, by the type of the original.
 _FAMILIES = {"llama": "llama", "mistral": "llama", "qwen2": "llama", "smollm3": "smollm3"}
@@ -82,10 +83,18 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
         raise InputError(f"head_dim must be even and larger than the model's {narrow}, not {wide}")
     rotary: Any = rotary_module(model)
     wide_config = _wide_config(model, rotary, narrow, wide)
+    _check_logits(model, narrow, wide)
+    return _wide_model(model, wide_config, narrow, wide)
+
+
+def _wide_model(
+    model: PreTrainedModel, wide_config: PreTrainedConfig, narrow: int, wide: int
+) -> PreTrainedModel:
+    """The widened model, with the model's dtype and device."""
     wide_model: Any = AutoModelForCausalLM.from_config(wide_config)
     wide_model = wide_model.to(model.device, model.dtype).eval()
     weights = model.state_dict()
-    rotary_scale = getattr(rotary, "attention_scaling", 1.0)
+    rotary_scale = getattr(rotary_module(model), "attention_scaling", 1.0)
     for name, tensor in wide_model.state_dict().items():
         if name not in weights:  # a bias that the original does not have
             size = len(tensor) if ".o_proj." in name else len(tensor) // wide * narrow
@@ -93,7 +102,6 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
         weights[name] = _widened(name, weights[name], narrow, wide, rotary_scale)
     wide_model.load_state_dict(weights)
     wide_model.generation_config = model.generation_config
-    _check_logits(model, wide_model)
     return wide_model
 
 
@@ -293,15 +301,16 @@ def _widened(name: str, tensor: Tensor, narrow: int, wide: int, rotary_scale: fl
     return wide_heads.movedim(-1, 1).flatten(0, 1)
 
 
-def _check_logits(model: PreTrainedModel, wide_model: PreTrainedModel) -> None:
-    """Reject a wide model whose logits differ by more than its dtype rounds."""
-    config = model.config.get_text_config(decoder=True)
-    ids = (torch.arange(16, device=model.device).unsqueeze(0) * 7 + 3) % config.vocab_size
-    with frozen(model), frozen(wide_model):
-        before = model(input_ids=ids, use_cache=False).logits
-        after = wide_model(input_ids=ids, use_cache=False).logits
-    if not same(after, before):
-        change = relative_error(after, before)
+def _check_logits(model: PreTrainedModel, narrow: int, wide: int) -> None:
+    """Reject a model whose logits change, apart from rounding, in an exact copy of it."""
+    exact = exact_copy(model).model
+    wide_config = _wide_config(exact, rotary_module(exact), narrow, wide)
+    wide_model = _wide_model(exact, wide_config, narrow, wide)
+    ids = (torch.arange(16).unsqueeze(0) * 7 + 3) % exact.config.vocab_size
+    before = exact(input_ids=ids, use_cache=False).logits
+    after = wide_model(input_ids=ids, use_cache=False).logits
+    change = relative_error(after, before)
+    if not change <= _TOLERANCE:
         raise InputError(
             f"{type(model).__name__} cannot be widened: its logits change by {change:.2g}"
         )

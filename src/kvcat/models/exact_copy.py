@@ -1,0 +1,231 @@
+"""A small copy of a model, on which a wrong computation can be told from rounding.
+
+In half precision even transformers' own attention functions differ by some per cent, because large
+activations are rounded in every layer. A check of what a class computes, not of how its weights are
+rounded, runs on this copy. It computes in float64, with random weights of ordinary size, so that no
+activation is large and every attention reaches many tokens. It has one layer of each kind and few
+tokens in its vocabulary, so that it needs little memory, and it is on the CPU, whatever the model's
+device.
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from kvcat.attention import exclusive
+from kvcat.cache import recurrent_layers
+from kvcat.models.structure import decoder_layers
+from kvcat.types import Float, Tensor
+
+_VOCABULARY = 1024
+_NUM_LAYERS = 2  # at least, if the model has them: one layer may depend on another
+_LARGEST = 2.0  # of the biases and of the norms' weights
+_COPIES: WeakSet[PreTrainedModel] = WeakSet()
+
+
+@dataclass(frozen=True, eq=False)
+class ExactCopy:
+    """A copy of a model that computes in float64, with random weights and one layer of each kind.
+
+    Args:
+        model: the copy, in evaluation mode, without gradients, on the CPU.
+        layers: for each layer of the original, the copy's layer of the same kind.
+    """
+
+    model: PreTrainedModel
+    layers: list[int]
+
+
+def exact_copy(model: PreTrainedModel) -> ExactCopy:
+    """The float64 copy of a model; a copy itself is returned as it is.
+
+    A model with recurrent states on an accelerator may have kernels that run neither in float64 nor
+    on the CPU: its copy keeps dtype, device and weights.
+    """
+    modules = decoder_layers(model)
+    if model in _COPIES:
+        return ExactCopy(model, list(range(len(modules))))
+    kinds = _layer_kinds(model)
+    is_exact = model.device.type == "cpu" or not recurrent_layers(model.config)
+    with exclusive(model):  # another thread's hooks would be copied
+        shallow = _shallow_copy(model, _first_layers(kinds), exact=is_exact)
+    if is_exact and type(shallow)._can_set_experts_implementation():
+        shallow.set_experts_implementation("eager")  # the others have no float64
+    _COPIES.add(shallow)
+    kinds_of_copy = [kinds[number] for number in _first_layers(kinds)]
+    return ExactCopy(shallow, [kinds_of_copy.index(kind) for kind in kinds])
+
+
+def few_layers(model: PreTrainedModel) -> PreTrainedModel:
+    """A copy with the layers and the vocabulary of ``exact_copy`` and the model's dtype and device.
+
+    Its layers have the model's own weights: nothing large is copied.
+    """
+    with exclusive(model):
+        return _shallow_copy(model, _first_layers(_layer_kinds(model)), exact=False)
+
+
+class StaysDouble(TorchFunctionMode):
+    """A block in which float64 stays float64 in transformers.
+
+    Norms, rotary embeddings and softmax of transformers otherwise compute in float32.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The function's result, without a conversion from float64 to float32."""
+        kwargs = dict(kwargs or {})
+        is_double = bool(args) and getattr(args[0], "dtype", None) == torch.float64
+        if is_double and func in (torch.Tensor.to, torch.Tensor.float):
+            dtypes = [x for x in (*args[1:], *kwargs.values()) if isinstance(x, torch.dtype)]
+            if func is torch.Tensor.float or dtypes == [torch.float32]:
+                return args[0]
+        if is_double and kwargs.get("dtype") is torch.float32:
+            kwargs["dtype"] = torch.float64
+        return func(*args, **kwargs)
+
+
+def _layer_kinds(model: PreTrainedModel) -> list[Any]:
+    """A description of each layer; layers with equal ones compute alike.
+
+    It has the classes, the settings and the shapes of the layer's modules, and the layer's entries
+    in the configuration's lists.
+    """
+    lists = _lists_by_layer(model.config.get_text_config(decoder=True))
+    kinds = []
+    for number, layer in enumerate(decoder_layers(model)):
+        kind: list[Any] = [(name, repr(values[number])) for name, values in lists.items()]
+        for path, module in layer.named_modules():
+            kind.append((path, type(module)))
+            for name, value in sorted(vars(module).items()):
+                is_number_of_layer = _counts_layers(name) and type(value) is int
+                if isinstance(value, bool | int | float | str) and not is_number_of_layer:
+                    kind.append((path, name, value))
+                elif name == "forward":
+                    kind.append((path, name, number))  # replaced on this module alone
+        kind += [(path, tuple(weight.shape)) for path, weight in layer.named_parameters()]
+        kinds.append(kind)
+    return kinds
+
+
+def _counts_layers(name: str) -> bool:
+    return "idx" in name or "index" in name or name.startswith("layer")
+
+
+def _lists_by_layer(text: PreTrainedConfig) -> dict[str, list[Any]]:
+    """The lists of a configuration with one entry for each layer."""
+    lists = {}
+    for name, values in vars(text).items():
+        if isinstance(values, list | tuple) and len(values) == text.num_hidden_layers:
+            lists[name] = list(values)
+    return lists
+
+
+def _first_layers(kinds: list[Any]) -> list[int]:
+    """The numbers of the first layer of each kind, and of as many more as are needed."""
+    numbers = [number for number, kind in enumerate(kinds) if kind not in kinds[:number]]
+    others = [number for number in range(len(kinds)) if number not in numbers]
+    return sorted(numbers + others[: max(0, _NUM_LAYERS - len(numbers))])
+
+
+def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) -> PreTrainedModel:
+    """A copy of a model with some of its layers and the first tokens of its vocabulary.
+
+    Args:
+        model: a causal LM.
+        numbers: of the layers, ascending.
+        exact: give the copy random weights in float64 on the CPU; otherwise it shares the
+            model's.
+    """
+    modules = decoder_layers(model)
+    path = next(path for path, module in model.named_modules() if module is modules)
+    # by id, the copy of what is not to be copied as it is
+    memo: dict[int, Any] = {}
+    for number, layer in enumerate(modules):
+        if number not in numbers:
+            memo[id(layer)] = nn.Identity()
+    inner = {id(weight) for weight in modules.parameters()}
+    kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
+    cut = _cut_weights(model)
+    width = _width_per_layer(model.config)
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if id(weight) in inner - kept:
+            continue
+        data = weight.detach()
+        if id(weight) in cut:
+            data = data[:_VOCABULARY]
+        if width and id(weight) not in inner:
+            data = _of_layers(data, numbers, len(modules), width)
+        if exact:
+            data = _ordinary(data, generator)
+        memo[id(weight)] = nn.Parameter(data, requires_grad=False)
+    shallow = copy.deepcopy(model, memo)
+    layers: Any = shallow.get_submodule(path)
+    for number in reversed(range(len(layers))):
+        if number not in numbers:
+            del layers[number]
+    for position, number in enumerate(numbers):
+        for module in layers[position].modules():
+            for name, value in vars(module).items():
+                if _counts_layers(name) and type(value) is int and value == number:
+                    setattr(module, name, position)
+    _cut_config(shallow.config.get_text_config(decoder=True), numbers)
+    for module in shallow.modules():
+        if isinstance(module, nn.Embedding) and module.weight.shape[0] == _VOCABULARY:
+            module.num_embeddings = _VOCABULARY
+            module.padding_idx = None
+    if exact:
+        shallow.to("cpu", torch.float64)  # type: ignore[arg-type]
+    return shallow.eval()
+
+
+def _ordinary(weight: Float[Tensor, "..."], generator: torch.Generator) -> Float[Tensor, "..."]:
+    """A weight of the exact copy: a random matrix, or a vector without large numbers."""
+    if weight.dim() < 2:
+        return weight.to("cpu", torch.float64, copy=True).clamp_(-_LARGEST, _LARGEST)
+    bound = (3 / weight.shape[-1]) ** 0.5
+    matrix = torch.empty(weight.shape, dtype=torch.float64, device="cpu")
+    return matrix.uniform_(-bound, bound, generator=generator)
+
+
+def _cut_weights(model: PreTrainedModel) -> set[int]:
+    """The ids of the weights of which the copy has only the first rows."""
+    head = model.get_output_embeddings()
+    cut = set()
+    for module in model.modules():
+        is_cut = isinstance(module, nn.Embedding) or (module is head and head is not None)
+        if is_cut:
+            cut |= {id(weight) for weight in module.parameters(recurse=False)}
+    return cut
+
+
+def _cut_config(text: PreTrainedConfig, numbers: list[int]) -> None:
+    """Give a configuration the layers and the vocabulary of the copy."""
+    for name, values in _lists_by_layer(text).items():
+        setattr(text, name, [values[number] for number in numbers])
+    text.num_hidden_layers = len(numbers)
+    text.vocab_size = min(text.vocab_size, _VOCABULARY)
+
+
+def _width_per_layer(config: PreTrainedConfig) -> int:
+    """Channels of the embedding that each layer has for itself (Gemma 4); 0: there are none."""
+    text = config.get_text_config(decoder=True)
+    return getattr(text, "hidden_size_per_layer_input", None) or 0
+
+
+def _of_layers(
+    weight: Float[Tensor, "..."], numbers: list[int], num_layers: int, width: int
+) -> Float[Tensor, "..."]:
+    """A weight with ``width`` rows or columns for each layer, for these layers alone."""
+    for dim, size in enumerate(weight.shape):
+        if size == num_layers * width:
+            by_layer = weight.unflatten(dim, (num_layers, width))
+            chosen = torch.tensor(numbers, device=weight.device)
+            return by_layer.index_select(dim, chosen).flatten(dim, dim + 1)
+    return weight
