@@ -1,11 +1,7 @@
 """Attention over visible slots: the naive reference, the fast path, and transformers models."""
 
-<<<<<<< HEAD
 from kvcat.attention.carried import Carried, attach
-=======
-from kvcat.attention.carried import Carried, Head, attach
 from kvcat.attention.exclusive import exclusive
->>>>>>> work-a
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
 from kvcat.attention.interface import (
     NAME,

@@ -17,12 +17,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-<<<<<<< HEAD
+from kvcat.attention import exclusive
 from kvcat.cache.adapters import check_no_adapters
-=======
-from kvcat.attention import check_not_wrapped, exclusive
-from kvcat.cache.adapters import Tensors, tensors_of
->>>>>>> work-a
 from kvcat.errors import InputError
 from kvcat.types import Tensor
 
@@ -78,29 +74,10 @@ def fingerprint(model: nn.Module) -> str:
     Raises:
         InputError: a wrapper of a model, PEFT adapters, or weights on the meta device.
     """
-<<<<<<< HEAD
-    stored: dict[str, Tensor] = {}
-    computed: dict[str, Tensor] = {}
-    for name, tensor in _tensors_with_data(model).items():
-        if not _is_made_by_class(model, name):
-            stored[name] = tensor
-        elif _counts(model, name):
-            computed[name] = tensor
-    config = getattr(model, "config", None)
-    digest = hashlib.sha256(type(model).__name__.encode())
-    digest.update(str(getattr(config, "model_type", None)).encode())
-    digest.update(json.dumps(_settings(config, type(model)), sort_keys=True).encode())
-    digest.update(_remembered(model, "weights", stored).encode())
-    for line in _rotary_changes(model):
-        digest.update(line.encode())
-    digest.update(_remembered(model, "buffers", computed).encode())
-    return SCHEME + digest.hexdigest()
-=======
     with exclusive(model):  # others hold rotary factors and settings for a while
-        tensors = _tensors_with_data(model)
         stored: dict[str, Tensor] = {}
         computed: dict[str, Tensor] = {}
-        for name, tensor in tensors.base.items():
+        for name, tensor in _tensors_with_data(model).items():
             if not _is_made_by_class(model, name):
                 stored[name] = tensor
             elif _counts(model, name):
@@ -113,10 +90,7 @@ def fingerprint(model: nn.Module) -> str:
         for line in _rotary_changes(model):
             digest.update(line.encode())
         digest.update(_remembered(model, "buffers", computed).encode())
-        for line in sorted(_adapter_digests(model, tensors)):
-            digest.update(line.encode())
         return SCHEME + digest.hexdigest()
->>>>>>> work-a
 
 
 def _tensors_with_data(model: nn.Module) -> dict[str, Tensor]:
@@ -132,22 +106,6 @@ def _tensors_with_data(model: nn.Module) -> dict[str, Tensor]:
     return tensors
 
 
-<<<<<<< HEAD
-=======
-def fingerprint_like(recorded: str, model: nn.Module) -> str:
-    """The model's fingerprint by the scheme of a recorded one."""
-    if recorded.startswith(SCHEME):
-        return fingerprint(model)
-    with exclusive(model):
-        return first_fingerprint(model)
-
-
-def are_comparable(first: str, second: str) -> bool:
-    """Whether two fingerprints have the same scheme."""
-    return first.startswith(SCHEME) == second.startswith(SCHEME)
-
-
->>>>>>> work-a
 def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str:
     """A hash of tensors, computed again only after one of them has changed.
 

@@ -224,26 +224,6 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-<<<<<<< HEAD
-def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
-    """The fingerprint and dtype of each model's weights, by label.
-
-    Raises:
-        InputError: one label has two sets of weights.
-    """
-    models: dict[str, dict[str, str]] = {}
-    for record in records:
-        weights = {"fingerprint": record.fingerprint, "dtype": record.dtype}
-        known = models.setdefault(record.model, weights)
-        if known != weights:
-            raise InputError(
-                f"the records of model {record.model!r} come from two different models"
-            )
-    return models
-
-
-=======
->>>>>>> work-d
 def _lines(folder: Path, name: str) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The lines of a log and of its shards, each with its file."""
     shards = folder.glob(f"{name}-*-of-*.jsonl")

@@ -144,7 +144,32 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     """
     modules = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is modules)
-    # by id, the copy of what is not to be copied as it is
+    memo = _copies(model, modules, numbers, exact=exact)
+    shallow = copy.deepcopy(model, memo)
+    layers: Any = shallow.get_submodule(path)
+    for number in reversed(range(len(layers))):
+        if number not in numbers:
+            del layers[number]
+    _renumber(layers, numbers)
+    _cut_config(shallow.config.get_text_config(decoder=True), numbers)
+    for module in shallow.modules():
+        if isinstance(module, nn.Embedding) and module.weight.shape[0] == _VOCABULARY:
+            module.num_embeddings = _VOCABULARY
+            module.padding_idx = None
+    if exact:
+        shallow.to("cpu", torch.float64)  # type: ignore[arg-type]
+    return shallow.eval()
+
+
+def _copies(
+    model: PreTrainedModel, modules: nn.ModuleList, numbers: list[int], *, exact: bool
+) -> dict[int, Any]:
+    """By id, the copy of what is not to be copied as it is: weights, and layers that are left out.
+
+    Args:
+        model, numbers, exact: as in ``_shallow_copy``.
+        modules: the model's layers.
+    """
     memo: dict[int, Any] = {}
     for number, layer in enumerate(modules):
         if number not in numbers:
@@ -165,24 +190,16 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
         if exact:
             data = _ordinary(data, generator)
         memo[id(weight)] = nn.Parameter(data, requires_grad=False)
-    shallow = copy.deepcopy(model, memo)
-    layers: Any = shallow.get_submodule(path)
-    for number in reversed(range(len(layers))):
-        if number not in numbers:
-            del layers[number]
+    return memo
+
+
+def _renumber(layers: nn.ModuleList, numbers: list[int]) -> None:
+    """Give the modules of the copied layers, which have these numbers, their new numbers."""
     for position, number in enumerate(numbers):
         for module in layers[position].modules():
             for name, value in vars(module).items():
                 if _counts_layers(name) and type(value) is int and value == number:
                     setattr(module, name, position)
-    _cut_config(shallow.config.get_text_config(decoder=True), numbers)
-    for module in shallow.modules():
-        if isinstance(module, nn.Embedding) and module.weight.shape[0] == _VOCABULARY:
-            module.num_embeddings = _VOCABULARY
-            module.padding_idx = None
-    if exact:
-        shallow.to("cpu", torch.float64)  # type: ignore[arg-type]
-    return shallow.eval()
 
 
 def _ordinary(weight: Float[Tensor, "..."], generator: torch.Generator) -> Float[Tensor, "..."]:
