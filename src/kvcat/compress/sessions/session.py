@@ -105,7 +105,7 @@ class Session:
         """How often the session has compressed what it holds."""
         self._encoder = TextEncoder(tokenizer, allow_special=allow_special)
         self._state = SessionState.empty(model)
-        self._conversation = Conversation(tokenizer, self._encoder)
+        self._conversation = Conversation(self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
         check_protectable(self._compressor, self.protect)
