@@ -9,7 +9,7 @@ import kvcat
 from kvcat.serving.answers import AnswerStream, Sampling, answer
 from kvcat.serving.conversation import Conversation
 from tiny import refusal, sentences, write_tiny_model
-from tokenizers_zoo import byte_fallback
+from tokenizers_zoo import byte_fallback, byte_level
 
 DOCUMENT = "".join(sentences(2, seed=5))
 BYTE_FALLBACK = byte_fallback()
@@ -86,6 +86,17 @@ def test_incomplete_bytes_at_the_end_are_shown_as_the_tokenizer_shows_them(token
 def test_a_stop_text_ends_the_text_before_it_and_is_never_passed_on(tokenizer, stop, expected):
     ids = tokenizer("the cat sees the dog", add_special_tokens=False).input_ids
     assert "".join(pieces_of(tokenizer, ids, stop)) == expected
+
+
+def test_an_answer_ends_at_a_control_token_that_a_stop_text_names():
+    tokenizer = byte_level()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    cat = tokenizer("the cat", add_special_tokens=False).input_ids
+    for stop in (("<|im_end|>",), ("dog", "<|im_end|>")):
+        assert "".join(pieces_of(tokenizer, [*cat, end, *cat], stop)) == "the cat"
+    assert "".join(pieces_of(tokenizer, [*cat, end, *cat], ("<s>",))) == "the catthe cat"
+    said = refusal(AnswerStream, tokenizer, ("\n<|im_end|>",), None)
+    assert said.startswith("the stop text '\\n<|im_end|>' holds the control token '<|im_end|>'")
 
 
 def test_an_answer_is_that_of_transformers_and_ends_at_its_length(loaded, cache):

@@ -183,6 +183,11 @@ def test_an_answer_for_which_nobody_waits_ends_early(served):
     _, _, loaded, store = served
     engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=4)
     events = queue.Queue()
+    question = Question(("doc/1",), "the cat", False, Sampling(max_new_tokens=4))
+    for _ in range(8):  # more than may wait
+        left = Ticket(question, events.put)
+        engine.submit(left)
+        left.cancel()
 
     def leave(event):
         ticket.cancel()

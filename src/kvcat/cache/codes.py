@@ -10,6 +10,7 @@ would make the steps of all other keys several times as large.
 """
 
 from itertools import pairwise
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
@@ -46,13 +47,13 @@ class Bits(NamedTuple):
             numbers = [int(word) if word.isdecimal() else word for word in bits.split("/")]
         else:
             numbers = [bits]
-        is_known = all(type(number) is int and number in BITS for number in numbers)
+        is_known = all(isinstance(n, Integral) and int(n) in BITS for n in numbers)
         if not is_known or len(numbers) > 2:
-            text = bits if isinstance(bits, str | int) else "/".join(map(str, numbers))
+            text = "/".join(map(str, numbers)) if isinstance(bits, Bits) else bits
             raise InputError(
                 f"bits must be 8, 4, or two of them for keys and values as in 8/4, not {text!r}"
             )
-        return cls(numbers[0], numbers[-1])
+        return cls(int(numbers[0]), int(numbers[-1]))
 
     def __str__(self) -> str:
         return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"

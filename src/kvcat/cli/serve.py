@@ -90,7 +90,7 @@ def serve(
         file=sys.stderr,
         flush=True,
     )
-    run_server(app, host, port)
+    run_server(app, engine, host, port)
 
 
 def _check_port(host: str, port: int) -> None:

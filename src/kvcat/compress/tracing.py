@@ -24,7 +24,7 @@ from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, whole
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -268,7 +268,7 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
             "prefix_len is missing: without a suffix use supervision='self' or a reconstruction "
             "sequence"
         )
-    prefix_len = num_tokens if prefix_len is None else prefix_len
+    prefix_len = num_tokens if prefix_len is None else whole("prefix_len", prefix_len)
     longest = num_tokens - (supervision != "self")
     if not 1 <= prefix_len <= longest:
         raise InputError(

@@ -10,7 +10,7 @@ from kvcat.choices import DocumentSupervision
 from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
 from kvcat.compress.chat import ChatTemplate
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, finite
 from kvcat.options import parse_spec
 
 DEFAULT_KEEP = 0.1
@@ -55,7 +55,7 @@ class CorpusSettings:
             raise InputError("give one of keep_ratio and num_slots")
         if self.keep_ratio is None and self.num_slots is None:
             object.__setattr__(self, "keep_ratio", DEFAULT_KEEP)
-        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+        if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
             raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
         if self.num_slots is not None:
             check_least(1, num_slots=self.num_slots)

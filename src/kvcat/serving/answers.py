@@ -1,7 +1,7 @@
 """Answers from a compact cache, text by text: greedy or sampled, with stop texts."""
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,8 +15,9 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from kvcat.cache import CompactCache
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least, finite, whole
 from kvcat.models import end_tokens, plain_generation, positions_of
+from kvcat.tokenization import control_tokens
 from kvcat.types import Int, Tensor
 
 MOST_STOPS = 16
@@ -34,7 +35,7 @@ class Sampling:
         temperature: 0 for greedy decoding, or from 0.001 to 1000.
         top_p: sample from the most likely tokens with this total probability, in (0, 1].
         max_new_tokens: largest number of tokens, at least 1.
-        stop: texts at which the answer ends, without them; at most 16.
+        stop: texts or control tokens at which the answer ends, without them; at most 16.
         seed: of the draws.
 
     Raises:
@@ -48,17 +49,17 @@ class Sampling:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature != 0 and not 1e-3 <= self.temperature <= 1e3:
+        temperature = finite("temperature", self.temperature)
+        if temperature != 0 and not 1e-3 <= temperature <= 1e3:
             raise InputError(
                 f"temperature is {self.temperature:g}; it must be 0, or lie in [0.001, 1000]"
             )
-        if not 0 < self.top_p <= 1:
+        if not 0 < finite("top_p", self.top_p) <= 1:
             raise InputError(f"top_p is {self.top_p:g}; it must lie in (0, 1]")
-        if self.max_new_tokens < 1:
-            raise InputError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1")
+        check_least(1, max_new_tokens=self.max_new_tokens)
         if "" in self.stop or len(self.stop) > MOST_STOPS:
             raise InputError(f"stop texts must not be empty, and at most {MOST_STOPS}")
-        if not 0 <= self.seed < 2**63:
+        if not 0 <= whole("seed", self.seed) < 2**63:
             raise InputError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
 
     def settings(self) -> dict[str, Any]:
@@ -163,10 +164,35 @@ def answer_length(
     return min(max_new_tokens, num_positions - num_read)
 
 
+def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> set[int]:
+    """The ids of those stop texts that are control tokens, which the text of an answer leaves out.
+
+    Raises:
+        InputError: a stop text holds such a token and other text, so that no answer's text holds
+            it.
+    """
+    tokens = set()
+    for token, name in control_tokens(tokenizer).items():
+        holding = [text for text in stop if name in text]
+        if not holding or tokenizer.decode([token], skip_special_tokens=True):
+            continue
+        tokens.add(token)
+        for text in holding:
+            if text != name:
+                raise InputError(
+                    f"the stop text {text[:40]!r} holds the control token {name!r} and other text: "
+                    "give one of them alone"
+                )
+    return tokens
+
+
 class AnswerStream(BaseStreamer):
     """Tokens of an answer as they come, their text, and the place of a stop text in it.
 
     Text that may still change is held back: incomplete characters, and beginnings of stop texts.
+
+    Raises:
+        InputError: as ``stop_tokens``.
     """
 
     def __init__(
@@ -177,6 +203,7 @@ class AnswerStream(BaseStreamer):
         self.is_stopped = False
         self._tokenizer = tokenizer
         self._stop = stop
+        self._stop_tokens = stop_tokens(tokenizer, stop)
         self._on_text = on_text
         self._has_prompt = False
         # numbers of tokens with complete text: the last one, and earlier ones to decode from
@@ -195,6 +222,10 @@ class AnswerStream(BaseStreamer):
         """Take the next token of the answer."""
         self.ids.append(token)
         if self.is_stopped:
+            return
+        if token in self._stop_tokens:
+            self.close()
+            self.is_stopped = True
             return
         new_text = self._new_text()
         if new_text and not new_text.endswith(_REPLACEMENT):

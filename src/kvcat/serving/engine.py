@@ -15,7 +15,7 @@ from kvcat.cache import CompactCache, are_comparable, fingerprint
 from kvcat.compress import compose, question_ids
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError, one_line
-from kvcat.serving.answers import Answer, Sampling, answer_length
+from kvcat.serving.answers import Answer, Sampling, answer_length, stop_tokens
 from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
 from kvcat.serving.recent import RecentlyUsed
 from kvcat.serving.requests import chat_ids
@@ -80,7 +80,7 @@ class Ticket:
     is_answered: bool = False
 
     def cancel(self) -> None:
-        """End the answer: nobody waits for it."""
+        """End the answer, or leave the queue: nobody waits for it."""
         self.is_cancelled.set()
 
 
@@ -197,8 +197,12 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Questions that wait for the model."""
-        return len(self._waiting)
+        """Questions that wait for the model; those that were cancelled do not."""
+        with self._changed:
+            self._waiting = deque(
+                ticket for ticket in self._waiting if not ticket.is_cancelled.is_set()
+            )
+            return len(self._waiting)
 
     @property
     def is_alive(self) -> bool:
@@ -214,27 +218,29 @@ class Engine:
         with self._changed:
             if self._is_closed.is_set():
                 raise RequestError(503, "the server is shutting down")
-            if self.num_waiting >= self._most_waiting:
+            num_waiting = self.num_waiting
+            if num_waiting >= self._most_waiting:
                 raise RequestError(
-                    429,
-                    f"{self.num_waiting} requests wait already, the most that may: try again later",
+                    429, f"{num_waiting} requests wait already, the most that may: try again later"
                 )
             self._waiting.append(ticket)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the current answers, reject all that wait, and wait for the thread."""
+        """Reject all that have no answer yet, and wait for the thread."""
         with self._changed:
             self._is_closed.set()
-            for ticket in self._current:
+            for ticket in (*self._current, *self._waiting):
+                ticket.on_event(RequestError(503, "the server is shutting down"))
                 ticket.cancel()
+            self._waiting.clear()
             self._changed.notify()
         self._thread.join()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed.is_set())
+                self._changed.wait_for(lambda: self.num_waiting or self._is_closed.is_set())
                 if self._is_closed.is_set():
                     break
                 self._current = self._next_tickets()
@@ -242,8 +248,6 @@ class Engine:
             self._serve(self._current)
             self.busy_seconds += time.monotonic() - start
             self._current = []
-        for ticket in self._waiting:
-            ticket.on_event(RequestError(503, "the server is shutting down"))
 
     def _next_tickets(self) -> list[Ticket]:
         """The question that waited longest, with others on the same documents."""
@@ -310,6 +314,7 @@ class Engine:
         else:
             ids = question_ids(self._tokenizer, question.content, cache=cache)
         sampling = question.sampling
+        stop_tokens(self._tokenizer, sampling.stop)
         length = answer_length(
             self._model, cache, ids.to(self._model.device), sampling.max_new_tokens
         )

@@ -94,11 +94,12 @@ class Session:
         self.model = model
         self.tokenizer = tokenizer
         self.budget = budget_in_slots(model, budget, budget_bytes)
-        self.tail = tail
-        self.room = max(1, (self.budget - tail) // 3) if room is None else room
+        self.tail = int(tail)
+        self.room = max(1, (self.budget - self.tail) // 3) if room is None else room
         check_least(1, room=self.room)
-        self.num_kept = num_kept
-        self.piece = piece
+        self.room = int(self.room)
+        self.num_kept = int(num_kept)
+        self.piece = int(piece)
         self.method = method
         self.protect = joined_ranges(protect, positions_of(model.config))
         self.num_compactions = 0
