@@ -106,11 +106,12 @@ def typed_value(value: Any, hint: Any) -> Any:
         return value
     if kind is tuple and isinstance(value, tuple | list):
         return _typed_tuple(value, arguments)
+    number: Any = value
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if kind is float and is_number and math.isfinite(value):
-        return float(value)
+    if kind is float and is_number and math.isfinite(number):
+        return float(number)
     if kind is int and is_number and isinstance(value, numbers.Integral):
-        return int(value)
+        return int(number)
     if kind is str and isinstance(value, str):
         return value
     if kind in (bool, NoneType) and type(value) is kind:

@@ -8,10 +8,10 @@ import torch
 from tokenizers import AddedToken, normalizers
 
 import kvcat
-from kvcat.compress.chat import ChatTemplate, chat_parts
 from kvcat.compress.documents import document_trace, question_ids, reconstruction
 from kvcat.serving import chat_ids
-from kvcat.tokenization import Piece, TextEncoder, closing_ids, opening_ids
+from kvcat.text.encoder import Piece, TextEncoder, closing_ids, opening_ids
+from kvcat.text.template import ChatTemplate, chat_parts
 from tiny import byte_tokenizer, loud_model, refusal
 from tokenizers_zoo import KINDS, byte_level
 

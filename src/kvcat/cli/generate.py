@@ -9,7 +9,7 @@ from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
-from kvcat.tokenization import check_text
+from kvcat.text.encoder import check_text
 
 
 def generate(
@@ -67,8 +67,7 @@ def generate(
     early.check_model(model)
 
     from kvcat.compress import question_ids
-    from kvcat.models import left_out
-    from kvcat.serving.answers import Sampling, answer, answer_length
+    from kvcat.generate import Sampling, answer, answer_length, left_out
 
     sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(

@@ -14,7 +14,7 @@ from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
-    from kvcat.serving.answers import Sampling
+    from kvcat.generate.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
 KEY_VARIABLE = "KVCAT_API_KEY"
@@ -144,7 +144,7 @@ def chat(
     early.check_device(device)
     early.check_model(model)
 
-    from kvcat.serving.answers import Sampling
+    from kvcat.generate.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
     sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)

@@ -29,7 +29,7 @@ from kvcat.compress.tracing import trace
 from kvcat.errors import InputError, whole
 from kvcat.files import read_json, write_json
 from kvcat.models import model_name
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"

@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.choices import DocumentSupervision
 from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
-from kvcat.compress.chat import ChatTemplate
 from kvcat.errors import InputError, check_least, finite
 from kvcat.options import parse_spec
+from kvcat.text.template import ChatTemplate
 
 DEFAULT_KEEP = 0.1
 

@@ -17,7 +17,7 @@ from kvcat.choices import Bos
 from kvcat.data.documents import Document
 from kvcat.data.split import name_seed
 from kvcat.errors import InputError
-from kvcat.tokenization import as_text, control_tokens, opening_ids, unknown_id
+from kvcat.text.encoder import as_text, control_tokens, opening_ids, unknown_id
 
 # where tokenizers differ: scripts, digits, blanks, contractions, code, combining marks, an emoji
 PROBE = (
@@ -38,7 +38,7 @@ EXCERPT_MARGIN = 1.1
 class Encoder:
     """Text to token ids, the ``opening`` before them and EOS after them.
 
-    A control token that the text spells becomes text (``kvcat.tokenization``).
+    A control token that the text spells becomes text (``kvcat.text.encoder``).
     """
 
     backend: Tokenizer

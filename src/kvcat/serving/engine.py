@@ -15,8 +15,16 @@ from kvcat.cache import CompactCache, are_comparable, fingerprint
 from kvcat.compress import compose, question_ids
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError, one_line
-from kvcat.serving.answers import Answer, Sampling, answer_length, stop_tokens
-from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
+from kvcat.generate import (
+    BATCH_ROWS,
+    Answer,
+    BatchQuestion,
+    Sampling,
+    answer_batch,
+    answer_length,
+    batch_size,
+    stop_tokens,
+)
 from kvcat.serving.recent import RecentlyUsed
 from kvcat.serving.requests import chat_ids
 

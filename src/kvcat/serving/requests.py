@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.cache import are_comparable
-from kvcat.compress.chat import ChatTemplate
 from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
 from kvcat.serving.prefix import PackedDocument, Prefix, read_prefix
 from kvcat.serving.several import JoinedPrefix, WideRotation, join
-from kvcat.tokenization import TextEncoder
+from kvcat.text.encoder import TextEncoder
+from kvcat.text.template import ChatTemplate
 
 FIELD = "kvcat"
 SALT = "kvcat:"

@@ -14,9 +14,8 @@ from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.protection import clipped, joined_ranges, protecting
 from kvcat.compress.ranges import Range
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
-from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
-from kvcat.compress.sessions.generation import check_settings, continued
+from kvcat.compress.sessions.generation import SessionRow, check_settings, inputs_after
 from kvcat.compress.sessions.inputs import (
     Tokens,
     check_protectable,
@@ -26,8 +25,10 @@ from kvcat.compress.sessions.inputs import (
 )
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, check_least
-from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
-from kvcat.tokenization import TextEncoder
+from kvcat.generate import end_tokens, generate
+from kvcat.models import logits_from_hidden, positions_of
+from kvcat.text.encoder import TextEncoder
+from kvcat.text.turns import Conversation
 from kvcat.types import Float, Int, Tensor
 
 
@@ -255,17 +256,14 @@ class Session:
         if streamer is not None:
             streamer.put(self._state.ids[-1:].cpu())
         answer = self._state.ids[:0]
-        with plain_generation(self.model, **settings) as config:
-            has_ends = config.eos_token_id is not None
-            ends = torch.tensor(config.eos_token_id if has_ends else [], device=answer.device)
-            while len(answer) < most:
-                free = max(1, int(self.budget - self.held_slots))
-                config.max_new_tokens = min(free, most - len(answer))
-                new = continued(self.model, self._state, config, streamer)
-                self._append(new)
-                answer = torch.cat([answer, new])
-                if torch.isin(new[-1:], ends).any():
-                    break
+        ends = self._ends(settings)
+        while len(answer) < most and (not len(answer) or int(answer[-1]) not in ends):
+            free = max(1, int(self.budget - self.held_slots))
+            row = SessionRow(ends, min(free, most - len(answer)), streamer)
+            generate(self.model, inputs_after(self.model, self._state), [row], **settings)
+            new = answer.new_tensor(row.ids)
+            self._append(new)
+            answer = torch.cat([answer, new])
         if streamer is not None:
             streamer.end()
         return answer
@@ -447,11 +445,16 @@ class Session:
 
         A setting may name an ordinary token, such as a full stop, which is part of the text.
         """
+        is_end = token in self._ends(settings)
+        is_of_model = "eos_token_id" not in settings
+        return is_end and (is_of_model or token in self._encoder.control_tokens)
+
+    def _ends(self, settings: Mapping[str, Any]) -> list[int]:
+        """The ids of the tokens that end an answer with these settings."""
         if "eos_token_id" not in settings:
-            return token in end_tokens(self.model)
+            return end_tokens(self.model)
         ends = settings["eos_token_id"]
-        is_end = token in torch.as_tensor([] if ends is None else ends).flatten().tolist()
-        return is_end and token in self._encoder.control_tokens
+        return torch.as_tensor([] if ends is None else ends).flatten().tolist()
 
     def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
         """The text of tokens, control tokens included, as it is."""

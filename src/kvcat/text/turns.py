@@ -4,9 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-from kvcat.compress.chat import ChatTemplate, behind, pieces, without_cuts
 from kvcat.errors import InputError
-from kvcat.tokenization import TextEncoder
+from kvcat.text.encoder import TextEncoder
+from kvcat.text.template import ChatTemplate, behind, pieces, without_cuts
 
 
 class AddedTurn(NamedTuple):

@@ -8,7 +8,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.errors import InputError, one_line
-from kvcat.tokenization import Piece, TextEncoder, check_text, cut_control_tokens
+from kvcat.text.encoder import Piece, TextEncoder, check_text, cut_control_tokens
 
 SEPARATOR = "\n\n"  # between document and question, in the text of the turn
 # words that neither templates nor texts contain

@@ -1,12 +1,11 @@
 """Answers: pieces of text, stop texts, sampling; and conversations behind a compact cache."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcat
-from kvcat.serving.answers import AnswerStream, Sampling, answer
+from kvcat.generate import AnswerStream, Sampling, answer
 from kvcat.serving.conversation import Conversation
 from tiny import refusal, sentences, write_tiny_model
 from tokenizers_zoo import byte_fallback, byte_level
@@ -33,9 +32,8 @@ def pieces_of(tokenizer, ids, stop=()):
     """The pieces of text that a stream passes on for tokens, one token at a time."""
     pieces = []
     stream = AnswerStream(tokenizer, stop, pieces.append)
-    stream.put(torch.tensor([[1, 2, 3]]))
     for token in ids:
-        stream.put(torch.tensor([token]))
+        stream.take(token)
     stream.close()
     assert "".join(pieces) == stream.text
     return pieces

@@ -1,24 +1,14 @@
-"""Answers from a compact cache, text by text: greedy or sampled, with stop texts."""
+"""Answers: how they are decoded, their text piece by piece, and the texts that stop them."""
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-import torch
-from transformers import (
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
-)
-from transformers.generation.streamers import BaseStreamer
+from transformers import PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache
 from kvcat.errors import InputError, check_least, finite, whole
-from kvcat.models import end_tokens, plain_generation, positions_of
-from kvcat.tokenization import control_tokens
-from kvcat.types import Int, Tensor
+from kvcat.text.encoder import control_tokens
 
 MOST_STOPS = 16
 _REPLACEMENT = "\ufffd"  # what a tokenizer writes for a character whose bytes are not complete
@@ -62,17 +52,6 @@ class Sampling:
         if not 0 <= whole("seed", self.seed) < 2**63:
             raise InputError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
 
-    def settings(self) -> dict[str, Any]:
-        """Fields of transformers' ``GenerationConfig``."""
-        if self.temperature == 0:
-            return {}
-        return {
-            "do_sample": True,
-            "temperature": float(self.temperature),
-            "top_k": 0,
-            "top_p": float(self.top_p),
-        }
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -88,80 +67,6 @@ class Answer:
     text: str
     ids: list[int]
     finish_reason: Literal["stop", "length", "cancelled"]
-
-
-def answer(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    inputs: Mapping[str, Any],
-    sampling: Sampling,
-    *,
-    on_text: TakeText | None = None,
-    is_cancelled: Callable[[], bool] | None = None,
-) -> Answer:
-    """The answer to a question after a compact cache.
-
-    Of the model's generation settings only the end-of-text tokens count.
-
-    Args:
-        model, tokenizer: those of the cache.
-        inputs: keyword arguments of ``model.generate``, as from ``CompactCache.inputs``; one row.
-        sampling: how to decode; ``max_new_tokens`` must fit the model (``answer_length``).
-        on_text: called with each new piece of text; joined they are the answer's text.
-        is_cancelled: ends the answer when it becomes true.
-    """
-    stream = AnswerStream(tokenizer, sampling.stop, on_text)
-    ending = _Ending(stream, is_cancelled or (lambda: False))
-    torch.manual_seed(sampling.seed)
-    settings = sampling.settings()
-    with plain_generation(model, max_new_tokens=sampling.max_new_tokens, **settings) as config:
-        model.generate(  # type: ignore[operator]
-            **inputs,
-            streamer=stream,
-            generation_config=config,
-            stopping_criteria=StoppingCriteriaList([ending]),
-        )
-    stream.close()
-    is_complete = stream.is_stopped or stream.ids[-1:][0] in end_tokens(model)
-    reason = "cancelled" if ending.was_cancelled else "stop" if is_complete else "length"
-    return Answer(stream.text, stream.ids, reason)
-
-
-def answer_length(
-    model: PreTrainedModel,
-    cache: CompactCache,
-    question: Int[Tensor, "batch tokens"],
-    max_new_tokens: int,
-) -> int:
-    """The largest number of tokens in an answer: ``max_new_tokens``, or the positions left.
-
-    Args:
-        model: model of the cache.
-        cache: cache of the document.
-        question: token ids after the document, of shape (1, tokens).
-        max_new_tokens: largest number of tokens that the user wants.
-
-    Raises:
-        InputError: no position is left, or the text would be longer than the cache allows.
-    """
-    num_positions = positions_of(model.config)
-    question_len = question.shape[1]
-    num_read = cache.num_tokens + question_len
-    if num_read >= num_positions:
-        raise InputError(
-            f"no position is left for an answer: the document's {cache.num_tokens} tokens and the "
-            f"prompt's {question_len} fill the model's {num_positions}"
-        )
-    cache.check_tokens(model, question)
-    longest_text = cache.longest_text(model)
-    length = num_read + max_new_tokens
-    if longest_text is not None and length > longest_text:
-        raise InputError(
-            f"document, prompt and answer of {length} tokens exceed the {longest_text} for which "
-            "the cache was made (its rotary factors, or a sliding window): compress with --room "
-            f"{length - cache.num_tokens}, or give a smaller --max-new-tokens"
-        )
-    return min(max_new_tokens, num_positions - num_read)
 
 
 def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> set[int]:
@@ -186,7 +91,7 @@ def stop_tokens(tokenizer: PreTrainedTokenizerBase, stop: Sequence[str]) -> set[
     return tokens
 
 
-class AnswerStream(BaseStreamer):
+class AnswerStream:
     """Tokens of an answer as they come, their text, and the place of a stop text in it.
 
     Text that may still change is held back: incomplete characters, and beginnings of stop texts.
@@ -205,18 +110,9 @@ class AnswerStream(BaseStreamer):
         self._stop = stop
         self._stop_tokens = stop_tokens(tokenizer, stop)
         self._on_text = on_text
-        self._has_prompt = False
         # numbers of tokens with complete text: the last one, and earlier ones to decode from
         self._complete = deque([0])
         self._waiting = ""  # complete text that a stop text may begin
-
-    def put(self, value: Tensor) -> None:
-        """Take the next token; the first call brings the prompt, which is left out."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        for token in value.flatten().tolist():
-            self.take(token)
 
     def take(self, token: int) -> None:
         """Take the next token of the answer."""
@@ -231,9 +127,6 @@ class AnswerStream(BaseStreamer):
         if new_text and not new_text.endswith(_REPLACEMENT):
             self._complete.append(len(self.ids))
             self._add(new_text, is_last=False)
-
-    def end(self) -> None:
-        """Nothing: ``close`` ends the text."""
 
     def close(self) -> None:
         """Take the text that was held back: no token follows."""
@@ -285,18 +178,3 @@ class AnswerStream(BaseStreamer):
             if any(stop.startswith(text[-length:]) for stop in self._stop):
                 return length
         return 0
-
-
-class _Ending(StoppingCriteria):
-    """Ends generation at a stop text, or when nobody waits for the answer."""
-
-    def __init__(self, stream: AnswerStream, is_cancelled: Callable[[], bool]) -> None:
-        self.was_cancelled = False
-        self._stream = stream
-        self._is_cancelled = is_cancelled
-
-    def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Any:  # noqa: ARG002
-        """Per row, whether it ends."""
-        self.was_cancelled = self._is_cancelled()
-        ends = self.was_cancelled or self._stream.is_stopped
-        return torch.full((len(input_ids),), ends, device=input_ids.device, dtype=torch.bool)
