@@ -91,7 +91,7 @@ def generate(
             tokenizer,
             compact.inputs(loaded, ids.to(loaded.device), packed=packed),
             dataclasses.replace(sampling, max_new_tokens=num_tokens),
-            on_text=None if json else _print_piece,
+            on_text=None if json else print_piece,
         )
         if json:
             facts = {
@@ -107,6 +107,6 @@ def generate(
             print()
 
 
-def _print_piece(text: str) -> None:
+def print_piece(text: str) -> None:
     """Print a piece of an answer at once."""
     print(text, end="", flush=True)

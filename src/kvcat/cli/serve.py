@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, model_and_cache
+from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -185,7 +186,7 @@ def _read_line() -> str | None:
 def _answer(line: str, conversation: "Conversation", sampling: "Sampling") -> None:
     """Print the answer to a question as it comes."""
     try:
-        conversation.ask(line, sampling, on_text=_print_piece)
+        conversation.ask(line, sampling, on_text=print_piece)
         print(flush=True)
     except KeyboardInterrupt:
         print(flush=True)
@@ -219,7 +220,3 @@ def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:
     write_text(path, content + "\n")
     saved.add(path.resolve())
     print(f"{path}: {len(conversation.messages)} messages", file=sys.stderr)
-
-
-def _print_piece(text: str) -> None:
-    print(text, end="", flush=True)

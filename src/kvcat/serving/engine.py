@@ -12,7 +12,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, are_comparable, fingerprint
-from kvcat.compress import compose, question_ids
+from kvcat.compress import compose
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError, one_line
 from kvcat.generate import (
@@ -26,7 +26,7 @@ from kvcat.generate import (
     stop_tokens,
 )
 from kvcat.serving.recent import RecentlyUsed
-from kvcat.serving.requests import chat_ids
+from kvcat.serving.requests import chat_ids, prompt_ids
 
 
 @dataclass(frozen=True)
@@ -312,24 +312,17 @@ class Engine:
     def _row(self, ticket: Ticket, cache: CompactCache) -> "_TicketRow":
         """A question as a row of a batch."""
         question = ticket.question
-        if question.is_chat:
-            is_chat = cache.metadata.get("chat") == "yes"
-            template = cache.metadata.get("chat_template", "")
-            messages = question.content
-            ids = torch.tensor(
-                [chat_ids(self._tokenizer, messages, chat=is_chat, chat_template=template)]
-            )
-        else:
-            ids = question_ids(self._tokenizer, question.content, cache=cache)
+        make_ids = chat_ids if question.is_chat else prompt_ids
+        is_chat = cache.metadata.get("chat") == "yes"
+        template = cache.metadata.get("chat_template", "")
+        new = make_ids(self._tokenizer, question.content, chat=is_chat, chat_template=template)
+        ids = torch.tensor([new], device=self._model.device)
         sampling = question.sampling
         stop_tokens(self._tokenizer, sampling.stop)
-        length = answer_length(
-            self._model, cache, ids.to(self._model.device), sampling.max_new_tokens
-        )
-        num_ids = ids.shape[1]
+        length = answer_length(self._model, cache, ids, sampling.max_new_tokens)
 
         def on_answer(result: Answer) -> None:
-            usage = Usage(cache.num_tokens, num_ids, len(result.ids))
+            usage = Usage(cache.num_tokens, len(new), len(result.ids))
             self.num_answers += 1
             self.num_prompt_tokens += usage.prompt_tokens
             self.num_answer_tokens += usage.answer_tokens
@@ -337,7 +330,7 @@ class Engine:
             ticket.on_event((result, usage))
 
         row = BatchQuestion(
-            ids[0].tolist(),
+            new,
             replace(sampling, max_new_tokens=length),
             on_text=ticket.on_event,
             on_answer=on_answer,

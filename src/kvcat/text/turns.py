@@ -10,14 +10,14 @@ from kvcat.text.template import ChatTemplate, behind, pieces, without_cuts
 
 
 class AddedTurn(NamedTuple):
-    """Token ids of a turn, and the conversation with it."""
+    """Token ids of a turn, and the turns with it."""
 
     ids: list[int]
-    conversation: "Conversation"
+    turns: "Turns"
 
 
 @dataclass(frozen=True)
-class Conversation:
+class Turns:
     """The turns so far, all of which are in the session.
 
     What the template wrote for them is not kept: a template that writes the date writes another one
@@ -40,7 +40,7 @@ class Conversation:
     template: str = ""
 
     def added(self, role: str, text: str, *, is_answered: bool) -> AddedTurn:
-        """The turn's tokens after those before, and the conversation with it.
+        """The turn's tokens after those before, and the turns with it.
 
         Args:
             role: of the turn.
@@ -77,11 +77,11 @@ class Conversation:
         if text.strip() not in without_cuts(added):
             raise InputError(f"the chat template changes the text {text[:20]!r}, or leaves it out")
         ids = self.encoder.joined(pieces(added), behind=bool(self.turns))
-        after = Conversation(self.encoder, turns, is_answered, template=template.digest)
+        after = Turns(self.encoder, turns, is_answered, template=template.digest)
         return AddedTurn(ids, after)
 
-    def answered(self, answer: str, end: str) -> "Conversation":
-        """The conversation with the assistant's answer, whose tokens are appended already.
+    def answered(self, answer: str, end: str) -> "Turns":
+        """The turns with the assistant's answer, whose tokens are appended already.
 
         Args:
             answer: its text.
@@ -111,8 +111,8 @@ class Conversation:
         """The turns, for a file."""
         return {name: getattr(self, name) for name in _SAVED}
 
-    def restored(self, content: dict[str, Any]) -> "Conversation":
-        """The conversation of a file."""
+    def restored(self, content: dict[str, Any]) -> "Turns":
+        """The turns of a file."""
         turns = tuple((str(role), str(text)) for role, text in content["turns"])
         saved = {name: content[name] for name in _SAVED}
         return replace(self, **{**saved, "turns": turns})

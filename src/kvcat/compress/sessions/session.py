@@ -28,7 +28,7 @@ from kvcat.errors import InputError, check_least
 from kvcat.generate import end_tokens, generate
 from kvcat.models import logits_from_hidden, positions_of
 from kvcat.text.encoder import TextEncoder
-from kvcat.text.turns import Conversation
+from kvcat.text.turns import Turns
 from kvcat.types import Float, Int, Tensor
 
 
@@ -107,7 +107,7 @@ class Session:
         """How often the session has compressed what it holds."""
         self._encoder = TextEncoder(tokenizer, allow_special=allow_special)
         self._state = SessionState.empty(model)
-        self._conversation = Conversation(self._encoder)
+        self._turns = Turns(self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
         check_protectable(self._compressor, self.protect)
@@ -304,7 +304,7 @@ class Session:
         is_ended = self._ends_answer(int(ids[-1]), settings)
         answer = self._decoded(ids[:-1] if is_ended else ids)
         end = self._decoded(ids[-1:]) if is_ended else ""
-        self._conversation = self._conversation.answered(answer, end)
+        self._turns = self._turns.answered(answer, end)
         return answer
 
     def compact(self, num_slots: int | None = None) -> None:
@@ -349,7 +349,7 @@ class Session:
                 "protect": [list(each) for each in self.protect],
                 "allow_special": self._encoder.allow_special,
             },
-            conversation=self._conversation.as_json(),
+            conversation=self._turns.as_json(),
             num_compactions=self.num_compactions,
         )
         write_session(path, saved)
@@ -387,7 +387,7 @@ class Session:
         # again, behind the lock: another process may have written meanwhile
         saved = read_session(path, model)
         session._state = saved.state
-        session._conversation = session._conversation.restored(saved.conversation)
+        session._turns = session._turns.restored(saved.conversation)
         session.num_compactions = saved.num_compactions
         return session
 
@@ -413,11 +413,11 @@ class Session:
     @contextmanager
     def _restored_after_failure(self) -> Iterator[None]:
         """A block after whose failure the session is as it was before."""
-        before = (self._state, self._conversation, self.protect, self.num_compactions)
+        before = (self._state, self._turns, self.protect, self.num_compactions)
         try:
             yield
         except BaseException:
-            self._state, self._conversation, self.protect, self.num_compactions = before
+            self._state, self._turns, self.protect, self.num_compactions = before
             raise
 
     def _append(self, ids: Int[Tensor, " new"]) -> None:
@@ -464,9 +464,9 @@ class Session:
         return text
 
     def _append_turn(self, role: str, text: str, *, protect: bool, is_answered: bool) -> None:
-        added = self._conversation.added(role, text, is_answered=is_answered)
+        added = self._turns.added(role, text, is_answered=is_answered)
         self.append(added.ids, protect=protect)
-        self._conversation = added.conversation
+        self._turns = added.turns
 
     def _encoded(self, tokens: Tokens) -> Int[Tensor, " new"]:
         is_first = not self.num_tokens
