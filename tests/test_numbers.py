@@ -14,6 +14,7 @@ from kvcat.generate.answers import Sampling
 from kvcat.losses import budget_loss
 from kvcat.models.masked_pass import MaskedPass
 from kvcat.policies import RandomPolicy, Router
+from kvcat.theory.optimum import paper_bound
 from tiny import byte_tokenizer, loud_model, refusal
 
 NOT_WHOLE = (True, 1.5, 2.0, math.nan, math.inf, "2", np.float64(2.0), np.bool_(True))
@@ -56,6 +57,8 @@ def whole_numbers(loaded, trace):
         "budget": (lambda n: session(loaded, budget=n), 40),
         "budget_bytes": (lambda n: session(loaded, budget=None, budget_bytes=n), 10**6),
         "tail": (lambda n: session(loaded, tail=n), 8),
+        "seed of a corpus": (lambda n: CorpusSettings(seed=n), 9),
+        "prefix_len of the theory": (lambda n: paper_bound(n, 4, 2), 9),
         "room of a session": (lambda n: session(loaded, room=n), 9),
         "num_kept": (lambda n: session(loaded, num_kept=n), 9),
         "piece": (lambda n: session(loaded, piece=n), 9),

@@ -57,8 +57,12 @@ class CorpusSettings:
             object.__setattr__(self, "keep_ratio", DEFAULT_KEEP)
         if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
             raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
-        if self.num_slots is not None:
-            check_least(1, num_slots=self.num_slots)
+        least = {"num_slots": 1, "room": 0, "seed": 0}
+        for name, smallest in least.items():
+            number = getattr(self, name)
+            if number is not None:
+                check_least(smallest, **{name: number})
+                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
         if self.supervision not in get_args(DocumentSupervision):
             choices = ", ".join(get_args(DocumentSupervision))
             raise InputError(f"supervision must be one of {choices}, not {self.supervision!r}")

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache, are_comparable, fingerprint
 from kvcat.compress import compose
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError, check_least, one_line
 from kvcat.generate import (
     BATCH_ROWS,
     Answer,
@@ -179,6 +179,8 @@ class Engine:
         cache_bytes: int,
         most_waiting: int,
     ) -> None:
+        check_least(0, cache_bytes=cache_bytes)
+        check_least(1, most_waiting=most_waiting)
         known = str(store.settings.get("fingerprint"))
         mine = fingerprint(model)
         if not are_comparable(known, mine) or known != mine:
