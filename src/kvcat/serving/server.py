@@ -212,7 +212,7 @@ class _Connection(H11Protocol):
         super().connection_lost(exc)
 
     def _wait_for_headers(self) -> None:
-        """Begin to wait unless a request is being answered; bytes do not begin it anew."""
+        """Begin to wait unless a request is being answered; further bytes give no more time."""
         if self.cycle is not None and not self.cycle.response_complete:
             self._stop_waiting()
         elif self._headers_timer is None:

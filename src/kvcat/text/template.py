@@ -185,6 +185,9 @@ class ChatTemplate:
             if without_cuts(written) == wanted:
                 return written
         # the template looks for control tokens in answers: cut those that it does not look for
+        fenced = [text if index in answers else _fenced(text) for index, text in enumerate(visible)]
+        if without_cuts(render(fenced)) == wanted:
+            visible = fenced
         for index in answers:
             fragments = cut_control_tokens(texts[index], encoder.control_tokens.values())
             if len(fragments) - 1 > _MOST_LOOKED_FOR:
@@ -194,11 +197,11 @@ class ChatTemplate:
                 )
             visible[index], *others = fragments
             for number, fragment in enumerate(others):
-                before_it = visible[index]
-                rest = "".join(others[number:])
-                visible[index] = f"{before_it}{_CUT}{rest}"
+                start = visible[index]
+                uncut = "".join(others[number:])
+                visible[index] = f"{start}{_CUT}{uncut}"
                 is_seen = without_cuts(render(visible)) != wanted
-                visible[index] = f"{before_it}{'' if is_seen else _CUT}{fragment}"
+                visible[index] = f"{start}{'' if is_seen else _CUT}{fragment}"
         written = render(visible)
         if without_cuts(written) != wanted:
             raise self._rejection("writes the same messages in several ways")
@@ -207,12 +210,12 @@ class ChatTemplate:
     def at_one_time(self, render: Callable[[], T]) -> T:
         """What a function renders; again if it failed because the template writes a later time."""
         for _ in range(_TRIES - 1):
-            parts = self.parts
+            before = self.parts
             try:
                 return render()
             except InputError:
                 self.parts = self._find_parts()
-                if self.parts == parts:
+                if self.parts == before:
                     raise
         return render()
 
@@ -285,7 +288,7 @@ def pieces(written: str) -> list[Piece]:
 
 
 def behind(written: str, length: int) -> str:
-    """What follows the first ``length`` characters of a text, in which the marks do not count."""
+    """The text after its first ``length`` characters, among which marks do not count."""
     place = 0
     for _ in range(length):
         while written[place] == _CUT:

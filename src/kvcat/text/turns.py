@@ -20,8 +20,8 @@ class AddedTurn(NamedTuple):
 class Turns:
     """The turns so far, all of which are in the session.
 
-    What the template wrote for them is not kept: a template that writes the date writes another one
-    the next day, and only what follows the turns before is needed.
+    The template's text of them is not kept: a template that writes the date writes another one the
+    next day, and only the text after the earlier turns is needed.
 
     Args:
         encoder: with a tokenizer that has a chat template.
