@@ -13,8 +13,8 @@ from pathlib import Path
 import kvcat
 from kvcat.compress import make_compressor
 from kvcat.errors import run_script
-from kvcat.serving.answers import Sampling
-from kvcat.serving.batches import BatchQuestion, answer_batch
+from kvcat.generate.answers import Sampling
+from kvcat.generate.batches import BatchQuestion, answer_batch
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "corpus.md"
 QUESTIONS = [

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.data import open_documents, split_documents
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl, claim_folder, read_jsonl
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.text.encoder import TextEncoder, opening_ids
 
 HALVES = ("all", "validation", "test")
 TABLES = (".parquet", ".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.bz2", ".jsonl.xz")

@@ -51,6 +51,15 @@ def byte_level(*, before=(), after=()):
     return surround(tokenizer, before=before, after=after)
 
 
+def taking_blanks():
+    """A byte-level BPE whose control tokens take the blanks around them."""
+    tokenizer = byte_tokenizer(chat=False)
+    for name, role in (("<s>", "bos_token"), ("</s>", "eos_token"), ("<|im_end|>", "sep_token")):
+        token = AddedToken(name, special=True, normalized=False, lstrip=True, rstrip=True)
+        tokenizer.add_special_tokens({role: token})
+    return tokenizer
+
+
 def metaspace(scheme="first", *, before=("<s>",), after=()):
     """A BPE with a space before the first word, as SentencePiece has it."""
     backend = Tokenizer(models.BPE(unk_token="<unk>"))
@@ -110,6 +119,7 @@ KINDS = {
     "byte-level with BOS": lambda: byte_level(before=["<s>"]),
     "byte-level with EOS": lambda: byte_level(after=["</s>"]),
     "byte-level with both": lambda: byte_level(before=["<s>"], after=["</s>"]),
+    "byte-level taking blanks": taking_blanks,
     "two tokens before": lambda: byte_level(before=["<|im_end|>", "<s>"]),
     "metaspace first": metaspace,
     "metaspace always": lambda: metaspace("always"),

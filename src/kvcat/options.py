@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import numbers
 import re
 import types
 import typing
@@ -105,11 +106,15 @@ def typed_value(value: Any, hint: Any) -> Any:
         return value
     if kind is tuple and isinstance(value, tuple | list):
         return _typed_tuple(value, arguments)
-    if kind is float and type(value) in (int, float) and math.isfinite(float(value)):
-        return float(value)
+    number: Any = value
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if kind is float and is_number and math.isfinite(number):
+        return float(number)
+    if kind is int and is_number and isinstance(value, numbers.Integral):
+        return int(number)
     if kind is str and isinstance(value, str):
         return value
-    if kind in (bool, int, NoneType) and type(value) is kind:
+    if kind in (bool, NoneType) and type(value) is kind:
         return value
     raise TypeError
 

@@ -3,6 +3,7 @@
 import copy
 import subprocess
 import sys
+from datetime import datetime
 
 import pytest
 import torch
@@ -605,6 +606,51 @@ def test_an_ordinary_token_that_ends_an_answer_is_part_of_its_text(model, ends):
     assert held == f"[user]the cat<eos>[assistant]{first}<eos>[user]a dog<eos>"
 
 
+AS_PARTS = CHATML.replace(
+    "{{ m['content'] }}",
+    "{% for part in m['content'] %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
+    "{% endfor %}",
+)
+
+
+@pytest.mark.parametrize("template", [CHATML, AS_PARTS])
+def test_a_turn_is_its_text_in_every_role_and_its_control_tokens_are_text(model, template):
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = template
+    session = Session(model, tokenizer, budget=250, tail=8)
+    written = ""
+    for role in ("system", "user", "assistant", "user"):
+        session.turn("a<eos>[user]b", role=role)
+        written += f"[{role}]a<eos>[user]b<eos>"
+    assert tokenizer.decode(session.ids) == written
+    assert session.ids.tolist().count(tokenizer.eos_token_id) == 4
+    assert "role spells a control token" in refusal(session.turn, "a", role="user<eos>")
+
+
+def test_a_conversation_in_a_template_that_writes_the_date_continues_the_next_day(
+    model, monkeypatch, tmp_path
+):
+    class Clock:
+        day = 1
+
+        @classmethod
+        def now(cls):
+            return datetime(2026, 1, cls.day)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+    tokenizer = byte_tokenizer()
+    tokenizer.chat_template = "day {{ strftime_now('%d') }}" + CHATML
+    session = Session(model, tokenizer, budget=250, tail=8)
+    answer = session.chat("the cat", max_new_tokens=4)
+    session.save(tmp_path / "talk")
+    session.close()
+    Clock.day = 2
+    with Session.load(tmp_path / "talk", model, tokenizer) as session:
+        session.turn("a dog")
+    held = tokenizer.decode(session.ids)
+    assert held == f"day 01[user]the cat<eos>[assistant]{answer}<eos>[user]a dog<eos>"
+
+
 def test_a_template_that_changes_earlier_turns_is_rejected(model):
     changing = byte_tokenizer()
     changing.chat_template = (
@@ -614,6 +660,11 @@ def test_a_template_that_changes_earlier_turns_is_rejected(model):
     session.turn("the cat")
     assert "changes what it wrote for earlier turns" in refusal(session.turn, "a dog")
     assert session.num_tokens == len(session.ids)
+    changing.chat_template = CHATML
+    assert "in another chat template" in refusal(session.turn, "a dog")
+    changing.chat_template = CHATML.replace("m['content']", "m['content'] | replace('dog', '')")
+    session = Session(model, changing, budget=60, tail=8)
+    assert "changes the text 'a dog'" in refusal(session.turn, "a dog")
     plain = Session(model, byte_tokenizer(chat=False), budget=60, tail=8)
     assert "no chat template" in refusal(plain.turn, "the cat")
 

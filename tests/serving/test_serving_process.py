@@ -1,11 +1,14 @@
 """``kvcat serve`` as a process of its own: a store over HTTP, kills, and its end."""
 
+import http.client
+import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 import pytest
@@ -45,9 +48,10 @@ def free_port():
 
 
 @contextmanager
-def serving(store, port):
+def serving(store, port, max_tokens=20):
     """The process of a server that answers; it is killed at the end of the block."""
-    words = ["serve", MODEL, "--store", str(store), "--port", str(port), "--max-tokens", "20"]
+    words = ["serve", MODEL, "--store", str(store), "--port", str(port)]
+    words += ["--max-tokens", str(max_tokens)]
     environment = {**os.environ, "KVCAT_API_KEY": KEY}
     command = [sys.executable, "-m", "kvcat", *words]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment) as server:
@@ -103,6 +107,63 @@ def test_a_killed_server_answers_the_same_when_it_is_started_again_and_ends_when
     with serving(folder, port) as server:
         assert [ask(port, id) for id in reversed(ids)] == expected[::-1]
         server.send_signal(signal.SIGTERM)
+        assert server.wait(30) in (0, -signal.SIGTERM)
+        assert server.stderr.read() == ""
+
+
+def metric(port, name):
+    """A counter or gauge of the server."""
+    lines = get(port, "/metrics", key=KEY)[1].splitlines()
+    return float(next(line.split()[1] for line in lines if line.startswith(f"kvcat_{name} ")))
+
+
+def begin(port, id, **fields):
+    """A connection on which a long answer was asked for."""
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    request = {"model": MODEL, "kvcat": id, "prompt": "the cat", "temperature": 1, **fields}
+    headers = {"Authorization": f"Bearer {KEY}"}
+    connection.request("POST", "/v1/completions", json.dumps(request), headers)
+    return connection
+
+
+def test_clients_that_leave_cost_nothing_and_those_that_are_answered_at_the_end_get_503(folder):
+    port = free_port()
+    with serving(folder, port, max_tokens=5000) as server:
+        for is_streamed in (True, False):
+            connection = begin(port, "00.txt", max_tokens=5000, seed=3, stream=is_streamed)
+            waiting = begin(port, "01.txt", max_tokens=5000, stream=is_streamed)
+            time.sleep(1)
+            assert metric(port, "waiting_requests") == 1
+            waiting.close()
+            connection.close()
+            assert ask(port, "02.txt")[0] == 200
+            assert metric(port, "waiting_requests") == 0
+        assert metric(port, "answer_tokens_total") < 5000
+        # a client that does not finish its headers loses its connection
+        half = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(70)]
+        for each in half:
+            each.sendall(b"GET /health HTTP/1.1\r\n")
+        begun = time.monotonic()
+        assert half[0].recv(1) == b""
+        assert time.monotonic() - begun < 5
+        half[-1].sendall(b"X: y\r\n")  # further bytes give no further time
+        assert half[-1].recv(1) == b""
+        assert time.monotonic() - begun < 20
+        for each in half:
+            each.close()
+        # requests that are answered, wait or stream when the server is asked to end
+        asked = [begin(port, f"0{number % 3}.txt", max_tokens=5000) for number in range(6)]
+        streamed = begin(port, "00.txt", max_tokens=5000, stream=True)
+        time.sleep(1)
+        server.send_signal(signal.SIGTERM)
+        with ThreadPoolExecutor() as pool:
+            responses = list(pool.map(http.client.HTTPConnection.getresponse, asked))
+        ends = [(response.status, json.loads(response.read())) for response in responses]
+        message = "the server is shutting down"
+        assert [(status, end["error"]["message"]) for status, end in ends] == [(503, message)] * 6
+        assert message in streamed.getresponse().read().decode()
+        for each in (*asked, streamed):
+            each.close()
         assert server.wait(30) in (0, -signal.SIGTERM)
         assert server.stderr.read() == ""
 

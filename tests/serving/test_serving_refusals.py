@@ -12,7 +12,7 @@ from http_requests import KEY, NAME, get, listening, post, send
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus.manifest import cache_file
-from kvcat.serving.answers import Sampling
+from kvcat.generate.answers import Sampling
 from tiny import CHAT, refusal, sentences, write_tiny_model
 
 pytest.importorskip("fastapi", reason="kvcat[serve] is not installed")
@@ -97,6 +97,7 @@ def test_a_conversation_in_another_template_than_the_documents_is_rejected(serve
         ({"max_tokens": 0}, 400, "must be at least 1"),
         ({"max_tokens": True}, 400, "wrong type"),
         ({"stop": [1]}, 400, "stop must be"),
+        ({"stop": "a <eos>"}, 400, "holds the control token '<eos>'"),
         ({"n": 2}, 400, "n is not supported with the value 2"),
         ({"n": True}, 400, "n is not supported with the value True"),
         ({"n": "\ud800"}, 400, "n is not supported with the value \ufffd"),

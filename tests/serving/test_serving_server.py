@@ -11,7 +11,7 @@ from http_requests import KEY, NAME, get, listening, post
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus.manifest import cache_file
-from kvcat.serving.answers import Sampling
+from kvcat.generate.answers import Sampling
 from tiny import sentences, write_tiny_model
 
 pytest.importorskip("fastapi", reason="kvcat[serve] is not installed")
@@ -183,6 +183,11 @@ def test_an_answer_for_which_nobody_waits_ends_early(served):
     _, _, loaded, store = served
     engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=4)
     events = queue.Queue()
+    question = Question(("doc/1",), "the cat", False, Sampling(max_new_tokens=4))
+    for _ in range(8):  # more than may wait
+        left = Ticket(question, events.put)
+        engine.submit(left)
+        left.cancel()
 
     def leave(event):
         ticket.cancel()

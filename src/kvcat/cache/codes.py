@@ -10,7 +10,8 @@ would make the steps of all other keys several times as large.
 """
 
 from itertools import pairwise
-from typing import NamedTuple
+from numbers import Integral
+from typing import Any, NamedTuple
 
 import torch
 
@@ -33,10 +34,10 @@ def parse_bits(bits: int | str) -> int:
     Raises:
         InputError: another number.
     """
-    number = int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
-    if type(number) is not int or number not in BITS:
+    number: Any = int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
+    if isinstance(number, bool) or not isinstance(number, Integral) or int(number) not in BITS:
         raise InputError(f"bits must be 8 or 4, not {bits!r}")
-    return number
+    return int(number)
 
 
 class Grid(NamedTuple):

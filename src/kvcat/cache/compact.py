@@ -31,7 +31,7 @@ from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, chosen_examples, rounded_mean
 from kvcat.cache.states import LayerState, RecurrentState, WindowState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 from kvcat.types import Int, Tensor
 
 
@@ -463,7 +463,7 @@ class CompactCache:
                 f"{model.config.model_type}: layers with a sliding window or a recurrent state "
                 "have no static cache: leave out static_tokens"
             )
-        if static_tokens < 1 or read_only:
+        if whole("static_tokens", static_tokens) < 1 or read_only:
             raise InputError(
                 f"static_tokens is {static_tokens}: room for at least 1, in a cache that is not "
                 "read-only"

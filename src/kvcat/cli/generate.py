@@ -9,7 +9,7 @@ from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, model_and_cache
 from kvcat.errors import InputError
-from kvcat.tokenization import check_text
+from kvcat.text.encoder import check_text
 
 
 def generate(
@@ -66,8 +66,7 @@ def generate(
     early.check_model(model)
 
     from kvcat.compress import question_ids
-    from kvcat.models import left_out
-    from kvcat.serving.answers import Sampling, answer, answer_length
+    from kvcat.generate import Sampling, answer, answer_length, left_out
 
     sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
@@ -88,7 +87,7 @@ def generate(
             tokenizer,
             compact.inputs(loaded, ids.to(loaded.device), packed=packed),
             dataclasses.replace(sampling, max_new_tokens=num_tokens),
-            on_text=None if json else _print_piece,
+            on_text=None if json else print_piece,
         )
         if json:
             facts = {
@@ -104,6 +103,6 @@ def generate(
             print()
 
 
-def _print_piece(text: str) -> None:
+def print_piece(text: str) -> None:
     """Print a piece of an answer at once."""
     print(text, end="", flush=True)

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, model_and_cache
+from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
-    from kvcat.serving.answers import Sampling
+    from kvcat.generate.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
 KEY_VARIABLE = "KVCAT_API_KEY"
@@ -90,7 +91,7 @@ def serve(
         file=sys.stderr,
         flush=True,
     )
-    run_server(app, host, port)
+    run_server(app, engine, host, port)
 
 
 def _check_port(host: str, port: int) -> None:
@@ -144,7 +145,7 @@ def chat(
     early.check_device(device)
     early.check_model(model)
 
-    from kvcat.serving.answers import Sampling
+    from kvcat.generate.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
     sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
@@ -185,7 +186,7 @@ def _read_line() -> str | None:
 def _answer(line: str, conversation: "Conversation", sampling: "Sampling") -> None:
     """Print the answer to a question as it comes."""
     try:
-        conversation.ask(line, sampling, on_text=_print_piece)
+        conversation.ask(line, sampling, on_text=print_piece)
         print(flush=True)
     except KeyboardInterrupt:
         print(flush=True)
@@ -219,7 +220,3 @@ def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:
     write_text(path, content + "\n")
     saved.add(path.resolve())
     print(f"{path}: {len(conversation.messages)} messages", file=sys.stderr)
-
-
-def _print_piece(text: str) -> None:
-    print(text, end="", flush=True)

@@ -28,7 +28,7 @@ from kvcat.cache import (
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite, whole
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -265,10 +265,12 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
             f"num_slots={num_slots}"
         )
     if num_slots is not None:
+        num_slots = whole("num_slots", num_slots)
         if not 1 <= num_slots <= prefix_len:
             raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
         return num_slots
-    if keep_ratio is None or not 0 < keep_ratio <= 1:
+    keep_ratio = finite("keep_ratio", keep_ratio)
+    if not 0 < keep_ratio <= 1:
         raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
     # rounded first, so that 0.1 * 30 = 3.0000000000000004 gives 3
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))

@@ -27,10 +27,10 @@ from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.compress.tracing import trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 from kvcat.files import read_json, write_json
 from kvcat.models import model_name
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"
@@ -280,7 +280,7 @@ def excerpts(
     Raises:
         InputError: no document is long enough.
     """
-    if num_documents < 1 or num_tokens < 2:
+    if whole("num_documents", num_documents) < 1 or whole("num_tokens", num_tokens) < 2:
         raise InputError(
             "calibration needs a document of at least 2 tokens, not "
             f"{num_documents} of {num_tokens}"

@@ -15,7 +15,7 @@ from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress.ranges import num_positions
 from kvcat.compress.trace import Trace, split_supervision
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite, whole
 from kvcat.losses import PositionScores, score_positions
 from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
@@ -107,7 +107,7 @@ def compare(
         raise InputError(
             f"the trace ends with its prefix of {trace.prefix_len} tokens: no suffix to compare on"
         )
-    if not 0 <= start < max(1, suffix_len - 1):
+    if not 0 <= whole("start", start) < max(1, suffix_len - 1):
         raise InputError(
             f"start must be in [0, {suffix_len - 2}] for a suffix of {suffix_len} tokens, "
             f"not {start}"
@@ -213,8 +213,8 @@ def smallest_cache(
         InputError: an argument out of its range, a trace with supervision "self", or a KL that is
             not a number.
     """
-    if not 0 <= max_kl < math.inf:
-        raise InputError(f"max_kl must be at least 0 nats per token and finite, not {max_kl}")
+    if finite("max_kl", max_kl) < 0:
+        raise InputError(f"max_kl must be at least 0 nats per token, not {max_kl}")
     learn, judge = split_supervision(trace, held_out)
     best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
     too_few = max(0, num_positions(trace.protected) - 1)

@@ -28,7 +28,7 @@ from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.ranges import parsed_ranges, range_text, slot_positions
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Int, Tensor
@@ -311,7 +311,7 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
     """Raise an ``InputError`` for caches that cannot be composed."""
     if not caches:
         raise InputError("no caches to compose: give at least one")
-    if not 0 <= seam_tokens <= NUM_FIRST:
+    if not 0 <= whole("seam_tokens", seam_tokens) <= NUM_FIRST:
         raise InputError(f"seam_tokens must be in [0, {NUM_FIRST}], not {seam_tokens}")
     for number, cache in enumerate(caches, start=1):
         cache.check_model(model, f"document {number}")

@@ -9,12 +9,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from kvcat.cache import CompactCache
 from kvcat.choices import DocumentSupervision
-from kvcat.compress.chat import ChatTemplate, chat_parts
 from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError
-from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
+from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
+from kvcat.text.template import ChatTemplate, chat_parts
 from kvcat.types import Int, Tensor
 
 __all__ = [

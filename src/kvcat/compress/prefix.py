@@ -14,7 +14,7 @@ from typing import Any
 from kvcat.cache import CompactLayer, HeadSlots, Layer
 from kvcat.compress.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 
 
 @dataclass(frozen=True)
@@ -126,16 +126,16 @@ def joined_ranges(ranges: Sequence[Any], num_tokens: int) -> tuple[Range, ...]:
     """
     for each in ranges:
         is_pair = isinstance(each, tuple | list) and len(each) == 2
-        if not is_pair or not all(type(position) is int for position in each):
+        if not is_pair:
             raise InputError(f"protect holds {each!r}, not a pair of positions (first, end)")
-        start, stop = each
+        start, stop = (whole(f"a position of {each!r} in protect", position) for position in each)
         if not 0 <= start < stop <= num_tokens:
             raise InputError(
                 f"protect holds ({start}, {stop}): a range has 0 <= first < end <= {num_tokens}, "
                 "the tokens of the prefix"
             )
     joined: list[Range] = []
-    for start, stop in sorted((start, stop) for start, stop in ranges):
+    for start, stop in sorted((int(start), int(stop)) for start, stop in ranges):
         if joined and start <= joined[-1][1]:
             first, last = joined.pop()
             joined.append((first, max(last, stop)))

@@ -5,7 +5,7 @@ from typing import Literal
 
 import torch
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least, finite
 from kvcat.types import Float, Tensor
 
 Scale = Literal["spectral", "columns"]
@@ -151,8 +151,8 @@ def least_squares(
 
 def check_ridge(ridge: float | None) -> None:
     """Reject a ridge that is not larger than 0."""
-    if ridge is not None and not 0 < ridge < math.inf:
-        raise InputError(f"ridge must be larger than 0 and finite, or None, not {ridge}")
+    if ridge is not None and finite("ridge", ridge) <= 0:
+        raise InputError(f"ridge must be larger than 0, or None, not {ridge}")
 
 
 def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor, "*heads"]:
@@ -217,12 +217,12 @@ def usual_square(squares: Float[Tensor, "*heads columns"]) -> Float[Tensor, "*he
 def _check_log_bias_options(
     bounds: tuple[float, float], num_iters: int | None, pull: float
 ) -> None:
-    if not -50 <= bounds[0] < bounds[1] <= 50:
+    lower, upper = (finite("bounds", bound) for bound in bounds)
+    if not -50 <= lower < upper <= 50:
         raise InputError(f"bounds must increase and lie within 50 nats of 0, not {bounds}")
-    if num_iters is not None and num_iters < 0:
-        raise InputError(f"num_iters must not be negative, not {num_iters}")
-    if not 0 <= pull < math.inf:
-        raise InputError(f"pull must be at least 0 and finite, not {pull}")
+    check_least(0, num_iters=0 if num_iters is None else num_iters)
+    if finite("pull", pull) < 0:
+        raise InputError(f"pull must be at least 0, not {pull}")
     if pull and num_iters is not None:
         raise InputError(f"num_iters={num_iters} steps are without a pull, not with pull={pull}")
 

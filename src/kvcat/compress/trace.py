@@ -20,7 +20,7 @@ from kvcat.cache import (
 from kvcat.choices import Supervision
 from kvcat.compress.ranges import Range, range_text, slot_positions
 from kvcat.compress.rows import Rows
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
 from kvcat.types import Float, Int, Tensor
 
@@ -349,7 +349,7 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
         InputError: the fraction is out of range, the trace has supervision "self", or no position
             is left for fitting.
     """
-    if not 0 < fraction < 1:
+    if not 0 < finite("held_out", fraction) < 1:
         raise InputError(f"held_out must be a fraction in (0, 1), not {fraction}")
     trace.check_supervises()
     text = trace.text

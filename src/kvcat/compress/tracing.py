@@ -30,7 +30,7 @@ from kvcat.compress.trace import (
     TracedText,
     sampled_positions,
 )
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, whole
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -264,7 +264,7 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
             "prefix_len is missing: without a suffix use supervision='self' or a reconstruction "
             "sequence"
         )
-    prefix_len = num_tokens if prefix_len is None else prefix_len
+    prefix_len = num_tokens if prefix_len is None else whole("prefix_len", prefix_len)
     longest = num_tokens - (supervision != "self")
     if not 1 <= prefix_len <= longest:
         raise InputError(

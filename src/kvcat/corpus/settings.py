@@ -9,9 +9,9 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.choices import DocumentSupervision
 from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
-from kvcat.compress.chat import ChatTemplate
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, finite
 from kvcat.options import parse_spec
+from kvcat.text.template import ChatTemplate
 
 DEFAULT_KEEP = 0.1
 
@@ -53,10 +53,14 @@ class CorpusSettings:
             raise InputError("give one of keep_ratio and num_slots")
         if self.keep_ratio is None and self.num_slots is None:
             object.__setattr__(self, "keep_ratio", DEFAULT_KEEP)
-        if self.keep_ratio is not None and not 0 < self.keep_ratio <= 1:
+        if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
             raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
-        if self.num_slots is not None:
-            check_least(1, num_slots=self.num_slots)
+        least = {"num_slots": 1, "room": 0, "seed": 0}
+        for name, smallest in least.items():
+            number = getattr(self, name)
+            if number is not None:
+                check_least(smallest, **{name: number})
+                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
         if self.supervision not in get_args(DocumentSupervision):
             choices = ", ".join(get_args(DocumentSupervision))
             raise InputError(f"supervision must be one of {choices}, not {self.supervision!r}")

@@ -19,7 +19,7 @@ from kvcat.data import (
 )
 from kvcat.errors import InputError, one_line
 from kvcat.hub import HUB_PREFIX
-from kvcat.tokenization import repaired
+from kvcat.text.encoder import repaired
 
 DEFAULT_TEXT_COLUMN = "text"
 DEFAULT_ID_COLUMN = "id"

@@ -24,7 +24,7 @@ from pyarrow import parquet
 
 from kvcat.errors import InputError, one_line
 from kvcat.hub import HUB_PREFIX, HubDataSet
-from kvcat.tokenization import repaired
+from kvcat.text.encoder import repaired
 
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = {

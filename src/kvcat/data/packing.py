@@ -16,8 +16,8 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.choices import Bos
 from kvcat.data.documents import Document
 from kvcat.data.split import name_seed
-from kvcat.errors import InputError
-from kvcat.tokenization import as_text, control_tokens, opening_ids, unknown_id
+from kvcat.errors import InputError, check_least
+from kvcat.text.encoder import as_text, control_tokens, opening_ids, unknown_id
 
 # where tokenizers differ: scripts, digits, blanks, contractions, code, combining marks, an emoji
 PROBE = (
@@ -38,7 +38,7 @@ EXCERPT_MARGIN = 1.1
 class Encoder:
     """Text to token ids, the ``opening`` before them and EOS after them.
 
-    A control token that the text spells becomes text (``kvcat.tokenization``).
+    A control token that the text spells becomes text (``kvcat.text.encoder``).
     """
 
     backend: Tokenizer
@@ -131,6 +131,7 @@ def pack(
     Raises:
         InputError: the text is shorter than one sequence.
     """
+    check_least(1, seq_len=seq_len, max_sequences=1 if max_sequences is None else max_sequences)
     limit = math.inf if max_sequences is None else max_sequences
     encoded: list[np.ndarray] = []
     num_tokens = 0

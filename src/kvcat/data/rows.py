@@ -10,7 +10,7 @@ from datasets.exceptions import DatasetsError
 
 from kvcat.errors import InputError, one_line
 from kvcat.hub import HUB_PREFIX, HubDataSet
-from kvcat.tokenization import repaired
+from kvcat.text.encoder import repaired
 
 
 def read_rows(source: str) -> Iterator[Any]:

@@ -3,7 +3,6 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import takewhile
 from typing import Any, ClassVar
 
 import torch
@@ -16,9 +15,10 @@ from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import INSTRUCTION, reconstruction_of_tokens
 from kvcat.errors import InputError
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_vocabulary
+from kvcat.generate import Row, end_tokens, generate
 from kvcat.losses import score_positions
-from kvcat.models import end_tokens, frozen, hidden_states, output_head, plain_generation
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.models import frozen, hidden_states, output_head
+from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
 
 
@@ -244,14 +244,13 @@ def _padded_answers(
     ids = torch.tensor(padded, device=model.device)
     mask = torch.tensor(is_token, device=model.device)
     check_token_ids(model, ids)
+    inputs: Any = {"input_ids": ids, "attention_mask": mask}
+    if cache is not None:
+        inputs = cache.inputs(model, ids, mask)
     ends = end_tokens(model)
-    with frozen(model), plain_generation(model, max_new_tokens=max_new_tokens) as settings:
-        inputs: Any = {"input_ids": ids, "attention_mask": mask}
-        if cache is not None:
-            inputs = cache.inputs(model, ids, mask)
-        generated = model.generate(**inputs, generation_config=settings)  # type: ignore[operator]
-    answers = generated[:, width:].tolist()
-    return [list(takewhile(lambda token: token not in ends, answer)) for answer in answers]
+    rows = [Row(ends, max_new_tokens) for _ in questions]
+    generate(model, inputs, rows)
+    return [[token for token in row.ids if token not in ends] for row in rows]
 
 
 @torch.no_grad()

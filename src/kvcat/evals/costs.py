@@ -10,7 +10,8 @@ import torch
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace
-from kvcat.models import plain_generation, positions_of
+from kvcat.generate import plain_generation
+from kvcat.models import positions_of
 
 MAX_RUNS = 3
 MAX_SECONDS = 2.0

@@ -8,7 +8,7 @@ from typing import TypeVar
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.errors import InputError
-from kvcat.tokenization import TextEncoder
+from kvcat.text.encoder import TextEncoder
 
 FILLER = tuple(files("kvcat.evals").joinpath("filler.txt").read_text(encoding="utf-8").splitlines())
 """Forty neutral sentences."""

@@ -18,7 +18,7 @@ from kvcat.data.rows import data_name, read_rows
 from kvcat.errors import InputError
 from kvcat.evals.answers import PreparedContexts, token_nll
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
 
 HUB_SOURCE = "hub:zai-org/LongBench-v2"

@@ -17,7 +17,7 @@ from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, pick
 from kvcat.evals.task import Values, vocabulary
-from kvcat.tokenization import opening_ids
+from kvcat.text.encoder import opening_ids
 
 QUERY = "Memory record: special_passkey="
 DISTRACTORS = (

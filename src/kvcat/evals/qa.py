@@ -32,7 +32,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.data.rows import read_rows
 from kvcat.errors import InputError, check_least, one_line
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
-from kvcat.tokenization import closing_ids, opening_ids
+from kvcat.text.encoder import closing_ids, opening_ids
 
 Row = Mapping[str, Any]
 

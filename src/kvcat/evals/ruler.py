@@ -15,7 +15,7 @@ from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, pick, shuffled
 from kvcat.evals.task import Values, vocabulary
-from kvcat.tokenization import opening_ids
+from kvcat.text.encoder import opening_ids
 
 # sizes as in RULER
 NUM_KEYS = 4

@@ -30,7 +30,7 @@ from kvcat.evals.task import (
 )
 from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Float, Tensor
 
 SUPERVISIONS = get_args(SuffixSupervision)

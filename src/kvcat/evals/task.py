@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite
 from kvcat.models import positions_of
 from kvcat.stats.records import method_label
 
@@ -137,5 +137,5 @@ def check_fits(
 def check_keep_ratios(keep_ratios: Sequence[float]) -> None:
     """Raise ``InputError`` if a keep ratio is outside (0, 1]."""
     for keep_ratio in keep_ratios:
-        if not 0.0 < keep_ratio <= 1.0:
+        if not 0.0 < finite("keep ratio", keep_ratio) <= 1.0:
             raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")

@@ -13,7 +13,7 @@ from kvcat.errors import InputError, check_least
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.haystacks import Pieces, draws, pick, shuffled
 from kvcat.evals.task import Values, vocabulary
-from kvcat.tokenization import opening_ids
+from kvcat.text.encoder import opening_ids
 
 INSTRUCTION = (
     "You can call these functions. Answer a request with one JSON object, "

@@ -4,7 +4,6 @@ Loading and saving, the masked pass, the capture of keys and queries, and the st
 """
 
 from kvcat.models.capture import Capture, capture, layer_states
-from kvcat.models.generation import end_tokens, left_out, plain_generation
 from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
 from kvcat.models.masked_pass import HiddenOutput, MaskedPass
 from kvcat.models.output_head import logits_from_hidden, output_head
@@ -26,12 +25,10 @@ __all__ = [
     "attention_sinks",
     "capture",
     "decoder_layers",
-    "end_tokens",
     "frozen",
     "get",
     "hidden_states",
     "layer_states",
-    "left_out",
     "load",
     "load_tokenizer",
     "logits_from_hidden",
@@ -39,7 +36,6 @@ __all__ = [
     "output_gains",
     "output_head",
     "parse_device",
-    "plain_generation",
     "positions_of",
     "read_config",
     "save",

@@ -95,6 +95,7 @@ def capture(
     check_no_autocast(model.device)
     num_tokens = input_ids.shape[1]
     check_least(1, chunk_tokens=chunk_tokens)
+    chunk_tokens = int(chunk_tokens)  # torch takes no number of numpy
     check_token_ids(model, input_ids)
     enable(model)
     continue_states(model)

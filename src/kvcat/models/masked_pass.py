@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvcat.attention import SlotGate, enable
 from kvcat.attention.interface import Decision
 from kvcat.cache import layer_windows, recurrent_layers
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite, whole
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
 from kvcat.types import Float, Int, Tensor
@@ -225,7 +225,7 @@ class MaskedPass(nn.Module):
                     f"{type(policy).__name__} reads attention and has parameters, which no budget "
                     'loss would train: a policy with parameters reads "hidden"'
                 )
-        if not 0 < tau < 1:
+        if not 0 < finite("tau", tau) < 1:
             raise InputError(f"tau must lie in (0, 1), got {tau}")
         enable(model)
         self.tau = tau
@@ -262,7 +262,7 @@ class MaskedPass(nn.Module):
         batch, num_tokens = input_ids.shape
         if not self._handles:
             raise InputError("this masked pass is closed")
-        if prefix_len is not None and not 0 < prefix_len < num_tokens:
+        if prefix_len is not None and not 0 < whole("prefix_len", prefix_len) < num_tokens:
             raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
         kv_pass = KVPass(self, batch, prefix_len, generator)
         inputs = {"input_ids": input_ids.repeat(2, 1)}

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite
 from kvcat.types import Float, Tensor
 
 Randomness = torch.Generator | Sequence[torch.Generator]
@@ -66,7 +66,7 @@ class ExactCount(SparsificationPolicy):
 
     def __init__(self, keep_ratio: float) -> None:
         super().__init__()
-        if not 0 < keep_ratio <= 1:
+        if not 0 < finite("keep_ratio", keep_ratio) <= 1:
             raise InputError(f"keep ratio must lie in (0, 1], got {keep_ratio}")
         self.keep_ratio = float(keep_ratio)
 

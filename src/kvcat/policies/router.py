@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_least, finite
 from kvcat.policies._base import Randomness, SparsificationPolicy
 from kvcat.types import Float, Tensor
 
@@ -53,10 +53,9 @@ class Router(SparsificationPolicy):
         generator: torch.Generator | None = None,
     ) -> None:
         super().__init__()
-        if hidden_size < 1 or feature_dim < 1 or not noise >= 0:
-            values = f"hidden {hidden_size}, features {feature_dim}, noise {noise}"
-            requirement = "router sizes must be at least 1 and its noise at least 0"
-            raise InputError(f"{requirement}, got {values}")
+        check_least(1, hidden_size=hidden_size, feature_dim=feature_dim)
+        if finite("noise", noise) < 0:
+            raise InputError(f"noise is {noise}; it must be at least 0")
         if generator is None:
             generator = torch.Generator().manual_seed(0)
         self.norm = nn.LayerNorm(hidden_size, dtype=torch.float32)

@@ -8,10 +8,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CACHE_NAME, CompactCache, cache_argument
 from kvcat.compress import question_ids
-from kvcat.compress.chat import ChatTemplate
-from kvcat.models import end_tokens
-from kvcat.serving.answers import Answer, Sampling, TakeText, answer, answer_length
-from kvcat.tokenization import TextEncoder, check_text
+from kvcat.generate import Answer, Sampling, TakeText, answer, answer_length, end_tokens
+from kvcat.text.encoder import TextEncoder, check_text
+from kvcat.text.template import ChatTemplate
 
 _BETWEEN_TURNS = "\n"  # of a document without a chat template
 

@@ -12,13 +12,21 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, fingerprint
-from kvcat.compress import compose, question_ids
+from kvcat.compress import compose
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
-from kvcat.errors import InputError, one_line
-from kvcat.serving.answers import Answer, Sampling, answer_length
-from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
+from kvcat.errors import InputError, check_least, one_line
+from kvcat.generate import (
+    BATCH_ROWS,
+    Answer,
+    BatchQuestion,
+    Sampling,
+    answer_batch,
+    answer_length,
+    batch_size,
+    stop_tokens,
+)
 from kvcat.serving.recent import RecentlyUsed
-from kvcat.serving.requests import chat_ids
+from kvcat.serving.requests import chat_ids, prompt_ids
 
 
 @dataclass(frozen=True)
@@ -80,7 +88,7 @@ class Ticket:
     is_answered: bool = False
 
     def cancel(self) -> None:
-        """End the answer: nobody waits for it."""
+        """End the answer, or leave the queue: nobody waits for it."""
         self.is_cancelled.set()
 
 
@@ -171,6 +179,8 @@ class Engine:
         cache_bytes: int,
         most_waiting: int,
     ) -> None:
+        check_least(0, cache_bytes=cache_bytes)
+        check_least(1, most_waiting=most_waiting)
         known = str(store.settings.get("fingerprint"))
         mine = fingerprint(model)
         if known != mine:
@@ -197,8 +207,12 @@ class Engine:
 
     @property
     def num_waiting(self) -> int:
-        """Questions that wait for the model."""
-        return len(self._waiting)
+        """Questions that wait for the model; those that were cancelled do not."""
+        with self._changed:
+            self._waiting = deque(
+                ticket for ticket in self._waiting if not ticket.is_cancelled.is_set()
+            )
+            return len(self._waiting)
 
     @property
     def is_alive(self) -> bool:
@@ -214,27 +228,29 @@ class Engine:
         with self._changed:
             if self._is_closed.is_set():
                 raise RequestError(503, "the server is shutting down")
-            if self.num_waiting >= self._most_waiting:
+            num_waiting = self.num_waiting
+            if num_waiting >= self._most_waiting:
                 raise RequestError(
-                    429,
-                    f"{self.num_waiting} requests wait already, the most that may: try again later",
+                    429, f"{num_waiting} requests wait already, the most that may: try again later"
                 )
             self._waiting.append(ticket)
             self._changed.notify()
 
     def close(self) -> None:
-        """End the current answers, reject all that wait, and wait for the thread."""
+        """Reject all that have no answer yet, and wait for the thread."""
         with self._changed:
             self._is_closed.set()
-            for ticket in self._current:
+            for ticket in (*self._current, *self._waiting):
+                ticket.on_event(RequestError(503, "the server is shutting down"))
                 ticket.cancel()
+            self._waiting.clear()
             self._changed.notify()
         self._thread.join()
 
     def _work(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._is_closed.is_set())
+                self._changed.wait_for(lambda: self.num_waiting or self._is_closed.is_set())
                 if self._is_closed.is_set():
                     break
                 self._current = self._next_tickets()
@@ -242,8 +258,6 @@ class Engine:
             self._serve(self._current)
             self.busy_seconds += time.monotonic() - start
             self._current = []
-        for ticket in self._waiting:
-            ticket.on_event(RequestError(503, "the server is shutting down"))
 
     def _next_tickets(self) -> list[Ticket]:
         """The question that waited longest, with others on the same documents."""
@@ -300,23 +314,17 @@ class Engine:
     def _row(self, ticket: Ticket, cache: CompactCache) -> "_TicketRow":
         """A question as a row of a batch."""
         question = ticket.question
-        if question.is_chat:
-            is_chat = cache.metadata.get("chat") == "yes"
-            template = cache.metadata.get("chat_template", "")
-            messages = question.content
-            ids = torch.tensor(
-                [chat_ids(self._tokenizer, messages, chat=is_chat, chat_template=template)]
-            )
-        else:
-            ids = question_ids(self._tokenizer, question.content, cache=cache)
+        make_ids = chat_ids if question.is_chat else prompt_ids
+        is_chat = cache.metadata.get("chat") == "yes"
+        template = cache.metadata.get("chat_template", "")
+        new = make_ids(self._tokenizer, question.content, chat=is_chat, chat_template=template)
+        ids = torch.tensor([new], device=self._model.device)
         sampling = question.sampling
-        length = answer_length(
-            self._model, cache, ids.to(self._model.device), sampling.max_new_tokens
-        )
-        num_ids = ids.shape[1]
+        stop_tokens(self._tokenizer, sampling.stop)
+        length = answer_length(self._model, cache, ids, sampling.max_new_tokens)
 
         def on_answer(result: Answer) -> None:
-            usage = Usage(cache.num_tokens, num_ids, len(result.ids))
+            usage = Usage(cache.num_tokens, len(new), len(result.ids))
             self.num_answers += 1
             self.num_prompt_tokens += usage.prompt_tokens
             self.num_answer_tokens += usage.answer_tokens
@@ -324,7 +332,7 @@ class Engine:
             ticket.on_event((result, usage))
 
         row = BatchQuestion(
-            ids[0].tolist(),
+            new,
             replace(sampling, max_new_tokens=length),
             on_text=ticket.on_event,
             on_answer=on_answer,

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.serving.answers import Sampling
+from kvcat.generate.answers import Sampling
 from kvcat.serving.engine import Question, RequestError, Usage
-from kvcat.tokenization import repaired
+from kvcat.text.encoder import repaired
 
 FIELD = "kvcat"
 """The field of a request that names its documents."""

@@ -23,7 +23,7 @@ from kvcat.cache import (
     first_slots,
 )
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 from kvcat.models import attention_sinks
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import UNSEEN, widen_keys
@@ -254,7 +254,7 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
             raise InputError(
                 "a cache for a widened checkpoint keeps its log-bias: --drop-log-bias or --head-dim"
             )
-        if head_dim <= narrow or head_dim % 2:
+        if whole("head_dim", head_dim) <= narrow or head_dim % 2:
             raise InputError(
                 f"head_dim must be even and larger than the {narrow} of the cache, not {head_dim}"
             )

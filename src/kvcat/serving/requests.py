@@ -11,12 +11,12 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvcat.compress.chat import ChatTemplate
 from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
 from kvcat.serving.prefix import PackedDocument, Prefix, read_prefix
 from kvcat.serving.several import JoinedPrefix, WideRotation, join
-from kvcat.tokenization import TextEncoder
+from kvcat.text.encoder import TextEncoder
+from kvcat.text.template import ChatTemplate
 
 FIELD = "kvcat"
 SALT = "kvcat:"

@@ -3,9 +3,11 @@
 import asyncio
 import json
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 from kvcat.errors import InputError
@@ -17,13 +19,15 @@ try:
     from fastapi import FastAPI, Request
     from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
     from starlette.requests import ClientDisconnect
+    from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise InputError(
         f"kvcat serve needs FastAPI and uvicorn: pip install 'kvcat[serve]' ({error})"
     ) from None
 
-_SECONDS_BETWEEN_CHECKS = 1.0  # whether a client still waits
 _SECONDS_TO_SHUT_DOWN = 5
+_SECONDS_FOR_HEADERS = 10.0  # in which a client must send the headers of a request
+_MOST_WITHOUT_HEADERS = 64  # connections that wait for headers
 _HEADERS = {
     408: {"Connection": "close"},  # the rest of the request is not read
     413: {"Connection": "close"},
@@ -134,9 +138,10 @@ class _Routes:
         ticket = Ticket(fields["question"], on_event)
         self._engine.submit(ticket)
         form = ResponseForm(self._name, is_chat=is_chat)
-        if not fields["is_streamed"]:
-            return JSONResponse(await _whole_answer(request, ticket, events, form))
-        first = await _next_event(request, ticket, events)
+        async with _cancelled_if_gone(request, ticket, events):
+            if not fields["is_streamed"]:
+                return JSONResponse(await _whole_answer(events, form))
+            first = await events.get()
         if isinstance(first, RequestError):
             raise first
         chunks = _chunks(ticket, events, form, first, has_usage=fields["has_usage"])
@@ -150,15 +155,73 @@ async def _reject(_: Request, error: Exception) -> Response:
     return JSONResponse(error_record(error), error.status, headers=_HEADERS.get(error.status))
 
 
-def run_server(app: FastAPI, host: str, port: int) -> None:
+def run_server(app: FastAPI, engine: Engine, host: str, port: int) -> None:
     """Answer requests until the process is asked to end (SIGINT, SIGTERM)."""
-    uvicorn.run(
+    config = uvicorn.Config(
         app,
         host=host,
         port=port,
+        http=_Connection,
+        ws="none",
         log_level="warning",
         timeout_graceful_shutdown=_SECONDS_TO_SHUT_DOWN,
     )
+    with suppress(KeyboardInterrupt):
+        _Server(config, engine).run()
+
+
+class _Server(uvicorn.Server):
+    """A server that rejects what has no answer yet as soon as it is asked to end."""
+
+    def __init__(self, config: uvicorn.Config, engine: Engine) -> None:
+        super().__init__(config)
+        self._engine = engine
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Close the engine, so that all requests have a response, and then the connections."""
+        with suppress(TimeoutError):  # the model is in a long forward pass
+            await asyncio.wait_for(asyncio.to_thread(self._engine.close), _SECONDS_TO_SHUT_DOWN)
+        await super().shutdown(sockets)
+
+
+class _Connection(H11Protocol):
+    """A connection that ends if the headers of a request do not come in time.
+
+    uvicorn limits the time between two requests, but not that of the headers.
+    """
+
+    _headers_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request; end the longest wait if there are too many."""
+        super().connection_made(transport)
+        self._wait_for_headers()
+        timers = [(each, getattr(each, "_headers_timer", None)) for each in self.connections]
+        waiting = [(timer.when(), each.transport) for each, timer in timers if timer is not None]
+        if len(waiting) > _MOST_WITHOUT_HEADERS:
+            min(waiting, key=itemgetter(0))[1].close()
+
+    def data_received(self, data: bytes) -> None:
+        """Stop waiting at the end of the headers, or begin to wait for further ones."""
+        super().data_received(data)
+        self._wait_for_headers()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Stop waiting."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def _wait_for_headers(self) -> None:
+        """Begin to wait unless a request is being answered; further bytes give no more time."""
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._stop_waiting()
+        elif self._headers_timer is None:
+            self._headers_timer = self.loop.call_later(_SECONDS_FOR_HEADERS, self.transport.close)
+
+    def _stop_waiting(self) -> None:
+        if self._headers_timer is not None:
+            self._headers_timer.cancel()
+            self._headers_timer = None
 
 
 def metrics_text(engine: Engine) -> str:
@@ -200,33 +263,40 @@ async def _read_body(request: Request, limits: ServerLimits) -> bytes:
         raise RequestError(408, f"the request took longer than {limits.most_seconds:g} s") from None
     except ClientDisconnect:
         raise RequestError(499, "the client is gone") from None
+    except asyncio.CancelledError:  # uvicorn ends, and waits no longer
+        raise RequestError(503, "the server is shutting down") from None
     return bytes(body)
 
 
-async def _next_event(request: Request, ticket: Ticket, events: asyncio.Queue[Any]) -> Any:
-    """The next event of an answer; ends the answer if the client is gone."""
-    while True:
-        try:
-            return await asyncio.wait_for(events.get(), _SECONDS_BETWEEN_CHECKS)
-        except TimeoutError:
-            if await request.is_disconnected():
-                ticket.cancel()
-                raise RequestError(499, "the client is gone") from None
+@asynccontextmanager
+async def _cancelled_if_gone(
+    request: Request, ticket: Ticket, events: asyncio.Queue[Any]
+) -> AsyncIterator[None]:
+    """A block that waits for events of an answer; the answer ends if the client is gone."""
+
+    async def watch() -> None:
+        # the body has been read: nothing else comes
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+        ticket.cancel()
+        events.put_nowait(RequestError(499, "the client is gone"))
+
+    watching = asyncio.create_task(watch())
+    try:
+        yield
+    finally:
+        watching.cancel()
 
 
-async def _whole_answer(
-    request: Request, ticket: Ticket, events: asyncio.Queue[Any], form: ResponseForm
-) -> dict[str, Any]:
+async def _whole_answer(events: asyncio.Queue[Any], form: ResponseForm) -> dict[str, Any]:
     """The JSON of a complete answer."""
-    while True:
-        event = await _next_event(request, ticket, events)
-        if isinstance(event, RequestError):
-            raise event
-        if not isinstance(event, str):
-            result, usage = event
-            if result.finish_reason == "cancelled":
-                raise RequestError(503, "the server is shutting down")
-            return form.whole(result.text, result.finish_reason, usage)
+    event = ""
+    while isinstance(event, str):
+        event = await events.get()
+    if isinstance(event, RequestError):
+        raise event
+    result, usage = event
+    return form.whole(result.text, result.finish_reason, usage)
 
 
 async def _chunks(

@@ -24,7 +24,7 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvcat.cache import check_no_adapters, fingerprint, layer_windows
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 from kvcat.files import atomic_write
 from kvcat.models.exact_copy import exact_copy
 from kvcat.models.rotation import rotary_module
@@ -78,7 +78,7 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     _check_family(model, config)
     narrow = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     larger_sizes = [size for size in _ENGINE_SIZES if size > narrow]
-    wide = next(iter(larger_sizes), 0) if head_dim is None else head_dim
+    wide = next(iter(larger_sizes), 0) if head_dim is None else whole("head_dim", head_dim)
     if wide <= narrow or wide % 2 or narrow % 2:
         raise InputError(f"head_dim must be even and larger than the model's {narrow}, not {wide}")
     rotary: Any = rotary_module(model)

@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.nn.functional import one_hot, pad
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, whole
 from kvcat.theory import definitions as d
 from kvcat.types import Float, Int, Tensor
 
@@ -141,9 +141,9 @@ def check_histogram(model: d.Transformer, policy: d.Policy) -> dict[str, Any]:
 
 
 def _embedding(num_symbols: int, longest: int) -> Tensor:
-    if num_symbols < 2:
+    if whole("num_symbols", num_symbols) < 2:
         raise InputError(f"a histogram needs at least 2 symbols, got {num_symbols}")
-    if longest < 2:
+    if whole("longest", longest) < 2:
         raise InputError(f"a prefix and a suffix need N >= 2, got {longest}")
     table = torch.zeros(num_symbols, longest, num_symbols, dtype=torch.float64)
     table[:, :, 0] = torch.arange(1, longest + 1)

@@ -34,6 +34,7 @@ import pandas as pd
 import torch
 from scipy.optimize import minimize, nnls
 
+from kvcat.errors import whole
 from kvcat.theory.definitions import Budget, KeysValues, Policy
 from kvcat.types import Float, Int, Tensor
 
@@ -144,9 +145,9 @@ def _check_points(points: Tensor, alpha: float = 2.0) -> None:
 
 def paper_bound(prefix_len: int, suffix_len: int, num_slots: int) -> float:
     """The paper's lower bound k (n - r) / (2 (n + k)(r + k)), for every number of symbols."""
-    n = prefix_len
-    k = suffix_len
-    r = num_slots
+    n = whole("prefix_len", prefix_len)
+    k = whole("suffix_len", suffix_len)
+    r = whole("num_slots", num_slots)
     if n < 1 or k < 1:
         raise ValueError(f"prefix and suffix need at least one symbol, got lengths {n} and {k}")
     if not 0 <= r <= n:
@@ -159,7 +160,7 @@ def optimal_error(num_symbols: int, prefix_len: int, suffix_len: int, num_slots:
 
     k (n - r) / ((n + k)(r + k)) sqrt(1 - 1/m), r >= 1 (for r = 0 there is no sum to choose).
     """
-    if num_symbols < 2 or num_slots < 1:
+    if whole("num_symbols", num_symbols) < 2 or whole("num_slots", num_slots) < 1:
         raise ValueError(
             f"the optimum needs 2 symbols and 1 slot at least, got {num_symbols} and {num_slots}"
         )

@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch.nn.functional import one_hot, pad
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, finite, whole
 from kvcat.theory import definitions as d
 from kvcat.theory.definitions import FeedForward, FunctionTable, Transformer, sequences
 from kvcat.types import Float, Int, Tensor
@@ -46,8 +46,8 @@ class Layout:
     """
 
     def __init__(self, num_symbols: int, num_positions: int) -> None:
-        m = num_symbols
-        N = num_positions
+        m = whole("num_symbols", num_symbols)
+        N = whole("num_positions", num_positions)
         if N < 2:
             raise InputError(f"a prefix and a suffix need N >= 2, the table has N = {N}")
         self.num_symbols = m
@@ -90,8 +90,8 @@ def alarm_gain(table: FunctionTable, constant: float) -> float:
     outweighs C, the value wanted and all that detectors, each between 0 and f(a), can take from it.
     A power of two, so that the product is exact; the eighth leaves room for rounding.
     """
-    if not 0 < constant < math.inf:
-        raise InputError(f"the constant C must be positive and finite, got {constant}")
+    if finite("constant", constant) <= 0:
+        raise InputError(f"the constant C must be positive, got {constant}")
     first = torch.cat(table.values)[:, 0]
     opposed = constant + float(first.max() - first.clamp(max=0).sum())
     return 2.0 ** math.ceil(

@@ -17,7 +17,7 @@ from kvcat.evals import (
     vocabulary,
 )
 from kvcat.option_types import Count
-from kvcat.tokenization import TextEncoder, opening_ids
+from kvcat.text.encoder import TextEncoder, opening_ids
 
 
 @dataclass(frozen=True)

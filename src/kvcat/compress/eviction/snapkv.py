@@ -36,8 +36,8 @@ class SnapKV(Scorer):
     pooling: str = "max"
 
     def __post_init__(self) -> None:
-        check_least(1, window=self.window)
-        if self.kernel_size < 1 or self.kernel_size % 2 == 0:
+        check_least(1, window=self.window, kernel_size=self.kernel_size)
+        if self.kernel_size % 2 == 0:
             raise InputError(f"kernel_size must be odd and positive, not {self.kernel_size}")
         if self.pooling not in ("max", "average"):
             raise InputError(f"pooling must be 'max' or 'average', not {self.pooling!r}")

@@ -13,6 +13,7 @@ from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
 from kvcat.errors import InputError, check_least
+from kvcat.options import check_options
 
 _PULL = 0.1
 # with less than 1, later text that attends to what the fitted queries pass over loses more than
@@ -54,6 +55,7 @@ class RefinedMatching(Compressor):
         if self.preset not in _RIDGES:
             choices = ", ".join(_RIDGES)
             raise InputError(f"preset must be one of {choices}, not {self.preset!r}")
+        check_options(type(self), vars(self), "refined")
         check_least(0, num_steps=self.num_steps)
         self._start()
 

@@ -25,10 +25,10 @@ def budget_in_slots(model: PreTrainedModel, budget: int | None, budget_bytes: in
     """
     if budget is not None and budget_bytes is None:
         check_least(1, budget=budget)
-        return budget
+        return int(budget)
     if budget_bytes is not None and budget is None:
         check_least(1, budget_bytes=budget_bytes)
-        return budget_bytes // bytes_per_slot(model)
+        return int(budget_bytes) // bytes_per_slot(model)
     raise InputError("a session needs one of budget (slots) and budget_bytes")
 
 

@@ -1,6 +1,6 @@
 """Generation after all that a session holds, in several calls of ``model.generate``."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -9,9 +9,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from kvcat.cache import PrefixCache, cache_argument
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError
-from kvcat.models import frozen
-from kvcat.models.generation import SAMPLING
-from kvcat.types import Int, Tensor
+from kvcat.generate import SAMPLING, Row
 
 _OF_ONE_TOKEN = SAMPLING | {
     "eos_token_id", "pad_token_id", "remove_invalid_values", "renormalize_logits",
@@ -36,16 +34,26 @@ def check_settings(settings: Mapping[str, Any]) -> None:
             )
 
 
-def continued(
-    model: PreTrainedModel, state: SessionState, config: GenerationConfig, streamer: Any
-) -> Int[Tensor, " new"]:
-    """New tokens after those of a state, by one call of ``model.generate``.
+class SessionRow(Row):
+    """The next tokens of an answer, which a streamer of transformers may get as they come."""
+
+    def __init__(self, ends: Collection[int], max_new_tokens: int, streamer: Any) -> None:
+        super().__init__(ends, max_new_tokens)
+        self._streamer = streamer
+
+    def take(self, token: int) -> None:
+        """Take the next token, and pass it on."""
+        super().take(token)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+
+
+def inputs_after(model: PreTrainedModel, state: SessionState) -> dict[str, Any]:
+    """Arguments of ``model.generate`` after the tokens of a state, which the call does not change.
 
     Args:
         model: of the session.
-        state: with at least one token; the call does not change it.
-        config: of the generation.
-        streamer: gets the new tokens alone; None: there is none.
+        state: with at least one token.
     """
     last = state.ids[-1:].unsqueeze(0)
     past: Any = state.past(model)
@@ -54,31 +62,4 @@ def continued(
     if isinstance(past, PrefixCache):
         past.tokens = None
     mask = torch.ones(1, state.num_tokens, dtype=torch.long, device=last.device)
-    options = {
-        "input_ids": last,
-        "attention_mask": mask,
-        "generation_config": config,
-        "streamer": None if streamer is None else _NewTokens(streamer),
-        **cache_argument(past),
-    }
-    generate: Any = model.generate
-    with frozen(model):
-        output = generate(**options)
-    return output[0, 1:]
-
-
-class _NewTokens:
-    """A streamer for one of several calls of ``generate``: without its prompt and its end."""
-
-    def __init__(self, streamer: Any) -> None:
-        self._streamer = streamer
-        self._is_prompt = True
-
-    def put(self, value: Tensor) -> None:
-        """Pass new tokens on."""
-        if not self._is_prompt:
-            self._streamer.put(value)
-        self._is_prompt = False
-
-    def end(self) -> None:
-        """Nothing: more tokens may follow."""
+    return {"input_ids": last, "attention_mask": mask, **cache_argument(past)}

@@ -17,7 +17,7 @@ from kvcat.compress.ranges import Range
 from kvcat.compress.registry import make_compressor
 from kvcat.errors import InputError
 from kvcat.options import parse_spec
-from kvcat.tokenization import TextEncoder, check_text, opening_ids
+from kvcat.text.encoder import TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
 
 Tokens = str | Sequence[int] | Int[Tensor, "*batch tokens"]

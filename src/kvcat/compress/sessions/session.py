@@ -14,9 +14,8 @@ from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.prefix import clipped, joined_ranges, protecting
 from kvcat.compress.ranges import Range
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
-from kvcat.compress.sessions.chat import Conversation
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
-from kvcat.compress.sessions.generation import check_settings, continued
+from kvcat.compress.sessions.generation import SessionRow, check_settings, inputs_after
 from kvcat.compress.sessions.inputs import (
     Tokens,
     check_protectable,
@@ -26,8 +25,10 @@ from kvcat.compress.sessions.inputs import (
 )
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, check_least
-from kvcat.models import end_tokens, logits_from_hidden, plain_generation, positions_of
-from kvcat.tokenization import TextEncoder
+from kvcat.generate import end_tokens, generate
+from kvcat.models import logits_from_hidden, positions_of
+from kvcat.text.encoder import TextEncoder
+from kvcat.text.turns import Turns
 from kvcat.types import Float, Int, Tensor
 
 
@@ -92,18 +93,19 @@ class Session:
         self.model = model
         self.tokenizer = tokenizer
         self.budget = budget_in_slots(model, budget, budget_bytes)
-        self.tail = tail
-        self.room = max(1, (self.budget - tail) // 3) if room is None else room
+        self.tail = int(tail)
+        self.room = max(1, (self.budget - self.tail) // 3) if room is None else room
         check_least(1, room=self.room)
-        self.num_kept = num_kept
-        self.piece = piece
+        self.room = int(self.room)
+        self.num_kept = int(num_kept)
+        self.piece = int(piece)
         self.method = method
         self.protect = joined_ranges(protect, positions_of(model.config))
         self.num_compactions = 0
         """How often the session has compressed what it holds."""
         self._encoder = TextEncoder(tokenizer)
         self._state = SessionState.empty(model)
-        self._conversation = Conversation(tokenizer, self._encoder)
+        self._turns = Turns(self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
         check_protectable(self._compressor, self.protect)
@@ -252,17 +254,14 @@ class Session:
         if streamer is not None:
             streamer.put(self._state.ids[-1:].cpu())
         answer = self._state.ids[:0]
-        with plain_generation(self.model, **settings) as config:
-            has_ends = config.eos_token_id is not None
-            ends = torch.tensor(config.eos_token_id if has_ends else [], device=answer.device)
-            while len(answer) < most:
-                free = max(1, int(self.budget - self.held_slots))
-                config.max_new_tokens = min(free, most - len(answer))
-                new = continued(self.model, self._state, config, streamer)
-                self._append(new)
-                answer = torch.cat([answer, new])
-                if torch.isin(new[-1:], ends).any():
-                    break
+        ends = self._ends(settings)
+        while len(answer) < most and (not len(answer) or int(answer[-1]) not in ends):
+            free = max(1, int(self.budget - self.held_slots))
+            row = SessionRow(ends, min(free, most - len(answer)), streamer)
+            generate(self.model, inputs_after(self.model, self._state), [row], **settings)
+            new = answer.new_tensor(row.ids)
+            self._append(new)
+            answer = torch.cat([answer, new])
         if streamer is not None:
             streamer.end()
         return answer
@@ -303,7 +302,7 @@ class Session:
         is_ended = self._ends_answer(int(ids[-1]), settings)
         answer = self._decoded(ids[:-1] if is_ended else ids)
         end = self._decoded(ids[-1:]) if is_ended else ""
-        self._conversation = self._conversation.answered(answer, end)
+        self._turns = self._turns.answered(answer, end)
         return answer
 
     def compact(self, num_slots: int | None = None) -> None:
@@ -347,7 +346,7 @@ class Session:
                 "method": self.method if isinstance(self.method, str) else None,
                 "protect": [list(each) for each in self.protect],
             },
-            conversation=self._conversation.as_json(),
+            conversation=self._turns.as_json(),
             num_compactions=self.num_compactions,
         )
         write_session(path, saved)
@@ -385,7 +384,7 @@ class Session:
         # again, behind the lock: another process may have written meanwhile
         saved = read_session(path, model)
         session._state = saved.state
-        session._conversation = session._conversation.restored(saved.conversation)
+        session._turns = session._turns.restored(saved.conversation)
         session.num_compactions = saved.num_compactions
         return session
 
@@ -411,11 +410,11 @@ class Session:
     @contextmanager
     def _restored_after_failure(self) -> Iterator[None]:
         """A block after whose failure the session is as it was before."""
-        before = (self._state, self._conversation, self.protect, self.num_compactions)
+        before = (self._state, self._turns, self.protect, self.num_compactions)
         try:
             yield
         except BaseException:
-            self._state, self._conversation, self.protect, self.num_compactions = before
+            self._state, self._turns, self.protect, self.num_compactions = before
             raise
 
     def _append(self, ids: Int[Tensor, " new"]) -> None:
@@ -443,11 +442,16 @@ class Session:
 
         A setting may name an ordinary token, such as a full stop, which is part of the text.
         """
+        is_end = token in self._ends(settings)
+        is_of_model = "eos_token_id" not in settings
+        return is_end and (is_of_model or token in self._encoder.control_tokens)
+
+    def _ends(self, settings: Mapping[str, Any]) -> list[int]:
+        """The ids of the tokens that end an answer with these settings."""
         if "eos_token_id" not in settings:
-            return token in end_tokens(self.model)
+            return end_tokens(self.model)
         ends = settings["eos_token_id"]
-        is_end = token in torch.as_tensor([] if ends is None else ends).flatten().tolist()
-        return is_end and token in self._encoder.control_tokens
+        return torch.as_tensor([] if ends is None else ends).flatten().tolist()
 
     def _decoded(self, ids: Int[Tensor, " tokens"]) -> str:
         """The text of tokens, control tokens included, as it is."""
@@ -457,9 +461,9 @@ class Session:
         return text
 
     def _append_turn(self, role: str, text: str, *, protect: bool, is_answered: bool) -> None:
-        added = self._conversation.added(role, text, is_answered=is_answered)
+        added = self._turns.added(role, text, is_answered=is_answered)
         self.append(added.ids, protect=protect)
-        self._conversation = added.conversation
+        self._turns = added.turns
 
     def _encoded(self, tokens: Tokens) -> Int[Tensor, " new"]:
         is_first = not self.num_tokens

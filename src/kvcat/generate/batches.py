@@ -1,25 +1,23 @@
-"""Answers to several questions on one document in one batch, each as if it were alone."""
+"""Answers to one question, or to several on one document in one batch, each as if it were alone."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
-    StoppingCriteria,
-    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopPLogitsWarper,
 )
-from transformers.generation.streamers import BaseStreamer
 
 from kvcat.cache import CompactCache
-from kvcat.models import end_tokens, plain_generation, positions_of
-from kvcat.serving.answers import Answer, AnswerStream, Sampling, TakeText
+from kvcat.errors import InputError
+from kvcat.generate.answers import Answer, AnswerStream, Sampling, TakeText
+from kvcat.generate.loop import Row, generate
+from kvcat.generate.settings import end_tokens
+from kvcat.models import positions_of
 from kvcat.types import Float, Int, Tensor
 
 BATCH_ROWS = 8
@@ -96,33 +94,103 @@ def answer_batch(
         start = longest - len(question.ids)
         ids[row, start:] = torch.tensor(question.ids, device=device)
         mask[row, start:] = 1
-    rows = [_Row(question, tokenizer, model) for question in questions]
-    most = max(question.sampling.max_new_tokens for question in questions)
-    with plain_generation(model, max_new_tokens=most) as config:
-        model.generate(  # type: ignore[operator]
-            **cache.inputs(model, ids, mask),
-            generation_config=config,
-            streamer=_BatchStream(rows),
-            logits_processor=LogitsProcessorList([_Draws(rows)]),
-            stopping_criteria=StoppingCriteriaList([_Endings(rows)]),
+    rows = [
+        _AnswerRow(
+            model,
+            AnswerStream(tokenizer, question.sampling.stop, question.on_text),
+            question.sampling,
+            question.is_cancelled,
+            question.on_answer,
         )
+        for question in questions
+    ]
+    generate(model, cache.inputs(model, ids, mask), rows)
 
 
-class _Row:
-    """One question of a batch while its answer grows."""
+def answer(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    inputs: Mapping[str, Any],
+    sampling: Sampling,
+    *,
+    on_text: TakeText | None = None,
+) -> Answer:
+    """The answer to one question after a compact cache.
+
+    Args:
+        model, tokenizer: those of the cache.
+        inputs: keyword arguments of ``model.generate``, as from ``CompactCache.inputs``; one row.
+        sampling: how to decode; ``max_new_tokens`` must fit the model (``answer_length``).
+        on_text: called with each new piece of text; joined they are the answer's text.
+
+    Raises:
+        InputError: as ``stop_tokens``.
+    """
+    answers: list[Answer] = []
+    stream = AnswerStream(tokenizer, sampling.stop, on_text)
+    row = _AnswerRow(model, stream, sampling, lambda: False, answers.append)
+    generate(model, inputs, [row])
+    return answers[0]
+
+
+def answer_length(
+    model: PreTrainedModel,
+    cache: CompactCache,
+    question: Int[Tensor, "batch tokens"],
+    max_new_tokens: int,
+) -> int:
+    """The largest number of tokens in an answer: ``max_new_tokens``, or the positions left.
+
+    Args:
+        model: model of the cache.
+        cache: cache of the document.
+        question: token ids after the document, of shape (1, tokens).
+        max_new_tokens: largest number of tokens that the user wants.
+
+    Raises:
+        InputError: no position is left, or the text would be longer than the cache allows.
+    """
+    num_positions = positions_of(model.config)
+    question_len = question.shape[1]
+    num_read = cache.num_tokens + question_len
+    if num_read >= num_positions:
+        raise InputError(
+            f"no position is left for an answer: the document's {cache.num_tokens} tokens and the "
+            f"prompt's {question_len} fill the model's {num_positions}"
+        )
+    cache.check_tokens(model, question)
+    longest_text = cache.longest_text(model)
+    length = num_read + max_new_tokens
+    if longest_text is not None and length > longest_text:
+        raise InputError(
+            f"document, prompt and answer of {length} tokens exceed the {longest_text} for which "
+            "the cache was made (its rotary factors, or a sliding window): compress with --room "
+            f"{length - cache.num_tokens}, or give a smaller --max-new-tokens"
+        )
+    return min(max_new_tokens, num_positions - num_read)
+
+
+class _AnswerRow(Row):
+    """The answer to one question while it grows; its draws depend on its seed alone."""
 
     def __init__(
-        self, question: BatchQuestion, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel
+        self,
+        model: PreTrainedModel,
+        stream: AnswerStream,
+        sampling: Sampling,
+        is_cancelled: Callable[[], bool],
+        on_answer: Callable[[Answer], None],
     ) -> None:
-        self.is_done = False
-        self._question = question
-        self._ends = end_tokens(model)
-        self._stream = AnswerStream(tokenizer, question.sampling.stop, question.on_text)
-        self._generator = torch.Generator(model.device).manual_seed(question.sampling.seed)
+        super().__init__(end_tokens(model), sampling.max_new_tokens)
+        self._stream = stream
+        self._sampling = sampling
+        self._is_cancelled = is_cancelled
+        self._on_answer = on_answer
+        self._generator = torch.Generator(model.device).manual_seed(int(sampling.seed))
 
     def chosen(self, logits: Float[Tensor, " vocab"]) -> Float[Tensor, " vocab"]:
         """Logits whose largest is that of the token drawn; greedy rows keep theirs."""
-        sampling = self._question.sampling
+        sampling = self._sampling
         if self.is_done or sampling.temperature == 0:
             return logits
         scores: Any = logits.float().unsqueeze(0)
@@ -136,66 +204,13 @@ class _Row:
 
     def take(self, token: int) -> None:
         """Take the next token, and complete the answer if it ends here."""
+        super().take(token)
         self._stream.take(token)
-        is_complete = self._stream.is_stopped or token in self._ends
-        is_full = len(self._stream.ids) >= self._question.sampling.max_new_tokens
-        is_cancelled = self._question.is_cancelled()
-        if not (is_complete or is_full or is_cancelled):
+        is_cancelled = self._is_cancelled()
+        self.is_done = self.is_done or self._stream.is_stopped or is_cancelled
+        if not self.is_done:
             return
-        self.is_done = True
         self._stream.close()
-        is_complete = is_complete or self._stream.is_stopped
+        is_complete = self._stream.is_stopped or token in self._ends
         reason = "cancelled" if is_cancelled else "stop" if is_complete else "length"
-        self._question.on_answer(Answer(self._stream.text, self._stream.ids, reason))
-
-
-class _BatchStream(BaseStreamer):
-    """Passes each row its tokens."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-        self._has_prompt = False
-
-    def put(self, value: Tensor) -> None:
-        """Take one token per row; the first call brings the questions, which are left out."""
-        if not self._has_prompt:
-            self._has_prompt = True
-            return
-        for row, token in zip(self._rows, value.flatten().tolist(), strict=True):
-            if not row.is_done:
-                row.take(token)
-
-    def end(self) -> None:
-        """Nothing: a row ends by itself."""
-
-
-class _Draws(LogitsProcessor):
-    """Lets every row draw its token with its own sampling and seed."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-
-    def __call__(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],  # noqa: ARG002
-        scores: Float[Tensor, "batch vocab"],
-    ) -> Float[Tensor, "batch vocab"]:
-        """The logits of ``_Row.chosen`` of every row."""
-        chosen = [row.chosen(logits) for row, logits in zip(self._rows, scores, strict=True)]
-        return torch.stack(chosen)
-
-
-class _Endings(StoppingCriteria):
-    """Ends every row when its answer is complete."""
-
-    def __init__(self, rows: list[_Row]) -> None:
-        self._rows = rows
-
-    def __call__(
-        self,
-        input_ids: Int[Tensor, "batch tokens"],
-        scores: Any,  # noqa: ARG002
-        **_: Any,
-    ) -> Any:
-        """Per row, whether it ends."""
-        return torch.tensor([row.is_done for row in self._rows], device=input_ids.device)
+        self._on_answer(Answer(self._stream.text, self.ids, reason))

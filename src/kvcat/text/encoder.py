@@ -6,8 +6,11 @@ added tokens that its chat template writes.
 """
 
 import re
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from kvcat.choices import Bos
@@ -26,7 +29,7 @@ Encode = Callable[[str], list[int]]
 
 
 class Piece(NamedTuple):
-    """A piece of a text; only markup from a chat template may hold control tokens."""
+    """A piece of a text; control tokens are those within one piece of a chat template's markup."""
 
     text: str
     is_markup: bool = False
@@ -59,15 +62,19 @@ class TextEncoder:
         With ``behind``, the text follows another text, as in the method of that name.
         """
         text = "".join(piece.text for piece in pieces)
-        encode = self._as_text
-        fragments = [text]
-        if any(piece.is_markup for piece in pieces):
-            encode = self._whole
-            fragments = self._fragments(pieces)
-        first, *others = fragments
+        if not any(piece.is_markup for piece in pieces):
+            encode = self._as_text
+            return encode_behind(encode, text, self._unknown) if behind else encode(text)
+        (first, *others), written = self._fragments(pieces)
+        encode = self._whole
         ids = encode_behind(encode, first, self._unknown) if behind else encode(first)
         for fragment in others:
             ids += encode_behind(encode, fragment, self._unknown)
+        counts = Counter(ids)
+        for token_id, name in self.control_tokens.items():
+            # a normalizer may make one of other characters
+            if token_id != self._unknown and counts[token_id] > written[name]:
+                raise _no_tokens(name)
         return ids
 
     @cached_property
@@ -92,16 +99,26 @@ class TextEncoder:
     def _unknown(self) -> int | None:
         return unknown_id(self.tokenizer)
 
-    def _fragments(self, pieces: Sequence[Piece]) -> list[str]:
-        """The text of all pieces, cut inside every control token that is not in markup."""
-        fragments = [""]
-        for piece in pieces:
-            cut = [piece.text]
-            if not piece.is_markup:
-                cut = cut_control_tokens(piece.text, self.control_tokens.values())
-            fragments[-1] += cut[0]
-            fragments += cut[1:]
-        return fragments
+    def _fragments(self, pieces: Sequence[Piece]) -> tuple[list[str], Counter[str]]:
+        """The text of all pieces, cut inside every control token that is not in one piece of
+        markup, and how often it holds each of the others.
+        """
+        text = "".join(piece.text for piece in pieces)
+        stops = list(accumulate(len(piece.text) for piece in pieces))
+        pattern = _pattern(self.control_tokens.values())
+        written: Counter[str] = Counter()
+        fragments = []
+        start = place = 0
+        while (match := pattern.search(text, place)) is not None:
+            number = bisect_right(stops, match.start())
+            if pieces[number].is_markup and match.end() <= stops[number]:
+                written[match[0]] += 1
+                place = match.end()
+                continue
+            place = match.start() + 1
+            fragments.append(text[start:place])
+            start = place
+        return [*fragments, text[start:]], written
 
 
 def as_text(
@@ -130,9 +147,12 @@ def as_text(
         ids += encode_behind(encode, fragment, unknown)
     remaining = unwanted.intersection(ids)
     if remaining:
-        name = control[min(remaining)]
-        raise InputError(f"the tokenizer has no tokens for the text {name!r} but the control token")
+        raise _no_tokens(control[min(remaining)])
     return ids
+
+
+def _no_tokens(name: str) -> InputError:
+    return InputError(f"the tokenizer has no tokens for the text {name!r} but the control token")
 
 
 def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
@@ -140,8 +160,11 @@ def control_tokens(tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     template = tokenizer.chat_template or ""
     written = "\n".join(template.values()) if isinstance(template, dict) else str(template)
     tokens = dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+    named = getattr(tokenizer, "chat_control_tokens", None) or ()  # transformers 5.23
     for token_id, token in tokenizer.added_tokens_decoder.items():
-        is_markup = token.content in written and not token.content.isspace()
+        is_markup = token.content in named or (
+            token.content in written and not token.content.isspace()
+        )
         if token.special or is_markup:
             tokens[token_id] = token.content
     # a single character cannot be cut, so it is not treated as a control token
@@ -155,8 +178,7 @@ def unknown_id(tokenizer: "PreTrainedTokenizerBase") -> int | None:
 
 def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
     """Consecutive fragments of a text, none of which spells a control token."""
-    longest_first = sorted(contents, key=len, reverse=True)
-    pattern = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
+    pattern = _pattern(contents)
     fragments = []
     start = 0
     while True:
@@ -167,6 +189,12 @@ def cut_control_tokens(text: str, contents: Iterable[str]) -> list[str]:
         fragments.append(text[start:end])
         start = end
     return [*fragments, text[start:]]
+
+
+def _pattern(contents: Iterable[str]) -> re.Pattern[str]:
+    """Any of some texts, the longest at a place."""
+    longest_first = sorted(contents, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")  # (?!) never matches
 
 
 def encode_behind(encode: Encode, text: str, unknown: int | None = None) -> list[int]:

@@ -7,8 +7,8 @@ import torch
 
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
-from kvcat.serving.answers import Sampling
-from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
+from kvcat.generate.answers import Sampling
+from kvcat.generate.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
 from kvcat.serving.engine import Engine, Question, RequestError, Ticket
 from tiny import loud_model, sentences, write_tiny_model
 

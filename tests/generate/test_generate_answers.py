@@ -1,15 +1,14 @@
 """Answers: pieces of text, stop texts, sampling; and conversations behind a compact cache."""
 
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvcat
-from kvcat.serving.answers import AnswerStream, Sampling, answer
+from kvcat.generate import AnswerStream, Sampling, answer
 from kvcat.serving.conversation import Conversation
 from tiny import refusal, sentences, write_tiny_model
-from tokenizers_zoo import byte_fallback
+from tokenizers_zoo import byte_fallback, byte_level
 
 DOCUMENT = "".join(sentences(2, seed=5))
 BYTE_FALLBACK = byte_fallback()
@@ -33,9 +32,8 @@ def pieces_of(tokenizer, ids, stop=()):
     """The pieces of text that a stream passes on for tokens, one token at a time."""
     pieces = []
     stream = AnswerStream(tokenizer, stop, pieces.append)
-    stream.put(torch.tensor([[1, 2, 3]]))
     for token in ids:
-        stream.put(torch.tensor([token]))
+        stream.take(token)
     stream.close()
     assert "".join(pieces) == stream.text
     return pieces
@@ -86,6 +84,17 @@ def test_incomplete_bytes_at_the_end_are_shown_as_the_tokenizer_shows_them(token
 def test_a_stop_text_ends_the_text_before_it_and_is_never_passed_on(tokenizer, stop, expected):
     ids = tokenizer("the cat sees the dog", add_special_tokens=False).input_ids
     assert "".join(pieces_of(tokenizer, ids, stop)) == expected
+
+
+def test_an_answer_ends_at_a_control_token_that_a_stop_text_names():
+    tokenizer = byte_level()
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    cat = tokenizer("the cat", add_special_tokens=False).input_ids
+    for stop in (("<|im_end|>",), ("dog", "<|im_end|>")):
+        assert "".join(pieces_of(tokenizer, [*cat, end, *cat], stop)) == "the cat"
+    assert "".join(pieces_of(tokenizer, [*cat, end, *cat], ("<s>",))) == "the catthe cat"
+    said = refusal(AnswerStream, tokenizer, ("\n<|im_end|>",), None)
+    assert said.startswith("the stop text '\\n<|im_end|>' holds the control token '<|im_end|>'")
 
 
 def test_an_answer_is_that_of_transformers_and_ends_at_its_length(loaded, cache):
