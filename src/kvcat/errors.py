@@ -1,7 +1,8 @@
 """The exception for a user's mistake, and lines that describe errors."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 
 
@@ -16,6 +17,34 @@ class InputError(ValueError):
 def one_line(error: BaseException) -> str:
     """The kind of an error and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A hint at the choice that a mistyped word resembles, such as " (did you mean --keep?)".
+
+    It is empty if the word resembles none.
+    """
+    known = list(choices)
+    close = get_close_matches(word, known, n=1, cutoff=0.7)
+    longer = [choice for choice in known if len(word) > 2 and choice.startswith(word)]
+    meant = close or longer[:1]
+    return f" (did you mean {meant[0]}?)" if meant else ""
+
+
+def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
+    """The error for a name of some kind, such as a compressor, that is none of the choices."""
+    known = list(choices)
+    hint = did_you_mean(name, known)
+    return InputError(f"no {kind} {name!r}{hint}; there are {', '.join(known)}")
+
+
+def check_one_of(setting: str, value: object, choices: Iterable[str]) -> None:
+    """Raise an ``InputError`` for the value of a setting that is none of the choices."""
+    known = list(choices)
+    if value in known:
+        return
+    hint = did_you_mean(str(value), known)
+    raise InputError(f"{setting} must be one of {', '.join(known)}, not {value!r}{hint}")
 
 
 def check_least(least: int, **settings: int) -> None:

@@ -30,7 +30,7 @@ MISTAKES = {
     "seq_len 257 exceeds the model's 256 positions": {"seq_len": 257},
     "group start 2": {"group_starts": (0, 2)},
     "device is 'cuda:99'": {"device": "cuda:99"},
-    "pip install 'kvcat[tensorboard]'": {"monitor": "tensorboard"},
+    "[tensorboard]'": {"monitor": "tensorboard"},
 }
 
 

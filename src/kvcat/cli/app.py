@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
-from kvcat.errors import InputError
+from kvcat.errors import InputError, did_you_mean
 from kvcat.extras import missing_package
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -129,10 +129,15 @@ def _dispatch(argv: list[str]) -> None:
         name = " ".join(argv[:num_words])
         names = commands()
         if name not in names:
-            raise InputError(f"no command {name!r}; commands: {', '.join(names)}")
+            hint = did_you_mean(name, [*names, *_GROUPS])
+            raise InputError(f"no command {name!r}{hint}; commands: {', '.join(names)}")
         arguments = take_threads(name, argv[num_words:])
         try:
             _call(name, arguments)
+        except InputError as error:
+            from kvcat.cli.options import in_options
+
+            raise InputError(in_options(str(error), arguments)) from error
         except ModuleNotFoundError as error:
             line = missing_package(error, f"kvcat {name}")
             if not line:

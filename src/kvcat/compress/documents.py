@@ -13,7 +13,7 @@ from kvcat.compress.chat import ChatTemplate, chat_parts
 from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_one_of
 from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
 
@@ -132,11 +132,7 @@ def document_trace(
         InputError: an empty document, one too long for the model's positions; and as
             ``reconstruction``.
     """
-    choices = get_args(DocumentSupervision)
-    if supervision not in choices:
-        raise InputError(
-            f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}"
-        )
+    check_one_of("supervision of a document", supervision, get_args(DocumentSupervision))
     sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
     return sequence_trace(model, sequence, supervision=supervision, room=room)
 

@@ -24,7 +24,7 @@ from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, check_one_of
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -256,9 +256,7 @@ def joined_log_bias(
 
 
 def _checked_supervision(supervision: str) -> Supervision:
-    choices = get_args(Supervision)
-    if supervision not in choices:
-        raise InputError(f"supervision must be one of {', '.join(choices)}, not {supervision!r}")
+    check_one_of("supervision", supervision, get_args(Supervision))
     return cast("Supervision", supervision)
 
 

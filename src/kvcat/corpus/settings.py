@@ -10,7 +10,7 @@ from kvcat.choices import DocumentSupervision
 from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
 from kvcat.compress.chat import ChatTemplate
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, check_one_of
 from kvcat.options import parse_spec
 
 DEFAULT_KEEP = 0.1
@@ -59,9 +59,7 @@ class CorpusSettings:
             raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
         if self.num_slots is not None:
             check_least(1, num_slots=self.num_slots)
-        if self.supervision not in get_args(DocumentSupervision):
-            choices = ", ".join(get_args(DocumentSupervision))
-            raise InputError(f"supervision must be one of {choices}, not {self.supervision!r}")
+        check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
         name, options = parse_spec(self.method)
         if self.bits is not None and "bits" in options:
             raise InputError(f"bits {self.bits} and the bits of {self.method}: give one of them")

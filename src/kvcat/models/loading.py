@@ -24,7 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvcat.cache import check_no_adapters
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError, check_one_of, one_line, unknown_name
 from kvcat.files import atomic_write, check_new_folder, make_folder, read_json, write_json
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
@@ -65,8 +65,7 @@ def load(
         InputError: unknown dtype or absent device; missing, incomplete or corrupt files; a Hub name
             without network; an unknown or unsupported architecture.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+    check_one_of("dtype", dtype, DTYPES)
     torch_device = parse_device(device)
     path = local_folder(name_or_path)
     _check_config(path)
@@ -153,7 +152,7 @@ def get(name: str) -> Path:
             deliver the file with the expected checksum.
     """
     if name != SMOLLM2:
-        raise InputError(f"no model {name!r} to get: choose from {SMOLLM2}")
+        raise unknown_name("model to get", name, [SMOLLM2])
     target = models_home() / name
     if target.is_dir():
         _split_digits(target / "tokenizer.json")

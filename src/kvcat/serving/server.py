@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvcat.errors import InputError
+from kvcat.extras import install_command
 from kvcat.serving.engine import Engine, RequestError, Ticket
 from kvcat.serving.openai_api import ResponseForm, error_record, parse_request
 
@@ -19,7 +20,7 @@ try:
     from starlette.requests import ClientDisconnect
 except ImportError as error:
     raise InputError(
-        f"kvcat serve needs FastAPI and uvicorn: pip install 'kvcat[serve]' ({error})"
+        f"kvcat serve needs FastAPI and uvicorn: {install_command('serve')} ({error})"
     ) from None
 
 _SECONDS_BETWEEN_CHECKS = 1.0  # whether a client still waits

@@ -9,7 +9,7 @@ import torch
 from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in, compact_cache
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import unknown_name
 from kvcat.options import check_options
 from kvcat.types import Float, Tensor
 
@@ -41,7 +41,7 @@ class Eviction(Compressor):
     def __init__(self, name: str, /, scorer_class: type[Scorer] | None = None, **options: Any):
         if scorer_class is None:
             if name not in SCORERS:
-                raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
+                raise unknown_name("eviction scorer", name, SCORERS)
             scorer_class = SCORERS[name]
         check_options(scorer_class, options, name)
         object.__setattr__(self, "name", name)

@@ -13,7 +13,7 @@ from kvcat.compress.protection import behind_protected, without_protected
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_least
+from kvcat.errors import check_least, check_one_of
 
 _PULL = 0.1
 # with less than 1, later text that attends to what the fitted queries pass over loses more than
@@ -52,9 +52,7 @@ class RefinedMatching(Compressor):
     log_bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.preset not in _RIDGES:
-            choices = ", ".join(_RIDGES)
-            raise InputError(f"preset must be one of {choices}, not {self.preset!r}")
+        check_one_of("preset", self.preset, _RIDGES)
         check_least(0, num_steps=self.num_steps)
         self._start()
 
