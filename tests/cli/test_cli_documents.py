@@ -282,7 +282,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
     base = ["pack", tiny_folder, "--cache", cache, "-o"]
     assert kvcat(*base, tmp_path / "p") == 0
-    assert capsys.readouterr().out.endswith("5 slots per head; the next token has position 5\n")
+    assert capsys.readouterr().out.endswith("5 cells per head; the next token has position 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
     assert "exists; --overwrite replaces it" in mistake(*base, tmp_path / "p")
@@ -295,6 +295,12 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert kvcat(*base, tmp_path / "b", "--drop-log-bias") == 0
     assert kvcat(*base, tmp_path / "w", "--head-dim", 12) == 0
     assert read_prefix(tmp_path / "w").shape[2] == 12
+    unequal = compress(tiny_folder, document, "--slots", 5, "--overwrite")
+    most = CompactCache.load(unequal).max_slots
+    assert most > 5
+    capsys.readouterr()
+    assert kvcat(*base, tmp_path / "u", "--head-dim", 12) == 0
+    assert f"{most} cells per head (the heads have 5 on average" in capsys.readouterr().out
     for name in ("wide", "wide.gguf"):
         assert kvcat("widen", tiny_folder, "--head-dim", 12, "-o", tmp_path / name) == 0
         assert capsys.readouterr().out.endswith(

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -120,6 +121,27 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
             in refusal_line
         )
     assert contents(run.output) == before
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_other_settings(
+    new_run, monkeypatch
+):
+    run = new_run(policy="control", max_steps=2, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcat.training.loop.Trainer._train_step", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(run, progress=False)
+    corrected = dataclasses.replace(run, seed=2, batch_size=2, max_steps=1)
+    train(corrected, progress=False)
+    again = dataclasses.replace(corrected, output=f"{run.output}-alone")
+    train(again, progress=False)
+    names = [path.relative_to(again.output) for path in Path(again.output).rglob("*.safetensors")]
+    assert len(names) >= 2  # of the checkpoint and of the export
+    for name in names:
+        assert Path(run.output, name).read_bytes() == Path(again.output, name).read_bytes()
+    # without its checkpoints, a run that was exported is still a run
+    shutil.rmtree(Path(run.output, "checkpoints"))
+    assert "holds another run: its seed is 2, not 1" in refused(run)
 
 
 def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):

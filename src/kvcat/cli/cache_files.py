@@ -114,8 +114,14 @@ def pack(
         model, files, device=device, tokenizer=False, seam_tokens=seam_tokens
     )
     plain = export_prefix(compact, loaded, output, drop_log_bias=drop_log_bias, head_dim=head_dim)
+    note = ""
+    if plain.mean_slots > compact.mean_slots:  # filled up with slots that no query sees
+        note = (
+            f" (the heads have {compact.mean_slots:g} on average, and the engine as many in every "
+            "head as the fullest needs)"
+        )
     print(
-        f"{output}: {compact.mean_slots:g} slots per head; "
+        f"{output}: {plain.mean_slots:g} cells per head{note}; "
         f"the next token has position {plain.num_tokens}"
     )
 

@@ -17,7 +17,6 @@ from kvcat import plugins
 from kvcat.errors import InputError, unknown_name
 from kvcat.options import check_typed_options, parse_spec
 from kvcat.policies._base import (
-    Randomness,
     SparsificationPolicy,
     check_group_starts,
     gate,
@@ -31,7 +30,6 @@ __all__ = [
     "POLICIES",
     "AttentionMassPolicy",
     "RandomPolicy",
-    "Randomness",
     "Router",
     "SparsificationPolicy",
     "build_policies",
