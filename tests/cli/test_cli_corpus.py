@@ -31,7 +31,7 @@ def store(tiny_folder, corpus):
     """Its store, in a chat template."""
     folder = corpus.parent / "store"
     options = ["--keep", "0.5", "--chat", "-o", folder]
-    assert kvcat("compress", tiny_folder, "--corpus", corpus, *options) == 0
+    assert kvcat("compress", tiny_folder, "--corpus", corpus, *options) == 2  # one has no cache
     return folder
 
 
@@ -48,10 +48,13 @@ def test_a_corpus_is_compressed_described_and_continued(tiny_folder, corpus, sto
     assert kvcat("info", store, "--id", "a/1") == 0
     assert "id a/1" in capsys.readouterr().out
     words = ["compress", tiny_folder, "--corpus", corpus, "--keep", "0.5", "--chat", "-o", store]
-    assert kvcat(*words) == 0
+    assert kvcat(*words) == 2
     said = capsys.readouterr()
     assert "0 caches made and 2 kept of 3 documents, 1 without a cache" in said.out
     assert "no cache of 'a/2': the document is empty" in said.err
+    assert said.err.endswith(f"1 of 3 documents have no cache: `kvcat info {store}`\n")
+    assert kvcat("info", store, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["store"] == "2 caches, 1 documents without one"
 
 
 def test_ids_of_any_characters_are_described_on_one_line(tiny_folder, tmp_path, capsys):
@@ -213,8 +216,8 @@ def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, 
     file.write_text(json.dumps({"id": "long", "text": "".join(sentences(60))}) + "\n")
     assert kvcat("compress", tiny_folder, "--corpus", file, "-o", tmp_path / "s") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "kvcat: none of the 1 documents has a cache"
-    assert "exceed the 256 positions" in Store(tmp_path / "s").rows[0].error
+    assert last == f"kvcat: 1 of 1 documents have no cache: `kvcat info {tmp_path / 's'}`"
+    assert "tokens, and the model 256 positions" in Store(tmp_path / "s").rows[0].error
 
 
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):

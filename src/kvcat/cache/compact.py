@@ -236,9 +236,12 @@ class CompactCache:
         """Raise ``InputError`` if the model's fingerprint is not the cache's."""
         model_fingerprint = fingerprint_like(self.fingerprint, model)
         if model_fingerprint != self.fingerprint:
+            made_with = self.metadata.get("model", "unknown")
+            config: Any = getattr(model, "config", None)
+            used = getattr(config, "name_or_path", "") or type(model).__name__
             raise InputError(
-                f"{name} belongs to another model: its fingerprint is {self.fingerprint[:12]}, "
-                f"the model's {model_fingerprint[:12]}"
+                f"{name} belongs to another model: it was made with {made_with} (fingerprint "
+                f"{self.fingerprint[:12]}), and this is {used} ({model_fingerprint[:12]})"
             )
 
     def check_document(self, tokens: Int[Tensor, "batch prefix"], name: str) -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
-from kvcat.errors import InputError, did_you_mean
+from kvcat.errors import InputError, did_you_mean, one_line
 from kvcat.extras import missing_package
+from kvcat.memory import is_out_of_memory
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cli.train.demo", "Compress with a small model, train it, and compare; offline."),
@@ -99,16 +100,23 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `kvcat ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # no permission, a full disk
-        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
     except Exception as error:
-        signal = getattr(error, "signum", None)
-        if isinstance(signal, int):  # training saved its state and stopped
-            return _say(str(error), 128 + signal)
-        raise
+        return _exit_code(error)
     return 0
+
+
+def _exit_code(error: Exception) -> int:
+    """The exit code for an error; it is raised again if it is a bug."""
+    if is_out_of_memory(error):
+        return _say(f"not enough memory: {one_line(error)}", 2)
+    if isinstance(error, OSError):  # no permission, a full disk
+        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
+    signal = getattr(error, "signum", None)
+    if isinstance(signal, int):  # training saved its state and stopped
+        return _say(str(error), 128 + signal)
+    raise error
 
 
 def _dispatch(argv: list[str]) -> None:

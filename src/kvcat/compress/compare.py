@@ -141,7 +141,8 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
     """
     trace.check_supervises()
     kl: Any = _position_scores(trace, cache).kl
-    return kl[:, trace.supervision_start - trace.prefix_len :].double().mean(1)
+    mean = kl[:, trace.supervision_start - trace.prefix_len :].double().mean(1)
+    return mean.clamp_min(0.0)  # rounding makes the KL of equal distributions a little negative
 
 
 def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096) -> PositionScores:

@@ -1,5 +1,6 @@
 """Documents as token ids, plain or in a chat template, with a copy that supervises compression."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import get_args
@@ -14,6 +15,7 @@ from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError, check_one_of
+from kvcat.models import positions_of
 from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
 
@@ -37,6 +39,7 @@ def reconstruction(
     head: str | None = None,
     chat: bool = False,
     allow_special: bool = False,
+    positions: int = sys.maxsize,
 ) -> Reconstruction:
     """Token ids of ``<text><instruction><text>``, joined as ids: both copies are the same tokens.
 
@@ -49,13 +52,17 @@ def reconstruction(
         head: text before the first copy, instead of the tokens that the tokenizer puts there.
         chat: the first copy opens a user's turn in the tokenizer's chat template.
         allow_special: a control token that the text spells becomes that token, not text.
+        positions: of the model. A text with many more tokens is rejected before all of it is
+            encoded; whether the sequence fits is checked later (``check_length``).
 
     Raises:
-        InputError: a text without tokens, or that no encoding can hold; no chat template, or one
-            that does not write the text as it is.
+        InputError: a text without tokens, too long, or that no encoding can hold; no chat template,
+            or one that does not write the text as it is.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
+    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    encoder.check_fits(text, positions)
     check_text(text, "the document")
     about = {"chat": "no"}
     if chat:
@@ -63,7 +70,6 @@ def reconstruction(
         about = {"chat": "yes", "chat_template": template.digest}
         text = template.document(text)
         head = template.parts.head
-    encoder = TextEncoder(tokenizer, allow_special=allow_special)
     body = encoder(text)
     if not body:
         raise InputError(f"the text {text[:20]!r} holds no token to compress")
@@ -133,7 +139,13 @@ def document_trace(
             ``reconstruction``.
     """
     check_one_of("supervision of a document", supervision, get_args(DocumentSupervision))
-    sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
+    sequence = reconstruction(
+        tokenizer,
+        text,
+        chat=chat,
+        allow_special=allow_special,
+        positions=positions_of(model.config),
+    )
     return sequence_trace(model, sequence, supervision=supervision, room=room)
 
 
@@ -166,8 +178,7 @@ def check_length(config: PreTrainedConfig, sequence: Reconstruction, supervision
     num_tokens = sequence.input_ids.shape[1]
     if supervision == "self":
         num_tokens = sequence.prefix_len
-    name = (config.architectures or [config.model_type])[0]
-    check_positions(config, name, num_tokens, sequence.prefix_len, supervision)
+    check_positions(config, num_tokens, sequence.prefix_len, supervision)
 
 
 def protected_ranges(
@@ -271,6 +282,7 @@ def question_ids(
     chat: bool = False,
     cache: CompactCache | None = None,
     allow_special: bool = False,
+    positions: int = sys.maxsize,
 ) -> Int[Tensor, "batch tokens"]:
     """Token ids of the text after a document, one row, the same as in one text of both.
 
@@ -281,16 +293,25 @@ def question_ids(
         cache: the document's; it records whether the document is in a chat template, and in which
             one.
         allow_special: a control token that the text spells becomes that token, not text.
+        positions: of the model. A text with many more tokens is rejected before all of it is
+            encoded.
 
     Raises:
-        InputError: an empty text, or one that no encoding can hold; no chat template, one that
-            does not write the text as it is, or another one than the cache was made with.
+        InputError: an empty text, one that is too long, or one that no encoding can hold; no chat
+            template, one that does not write the text as it is, or another one than the cache was
+            made with.
     """
+    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    encoder.check_fits(text, positions)
     check_text(text, "the prompt")
     if not text:
         raise InputError("the prompt is empty: nothing follows the document")
-    encoder = TextEncoder(tokenizer, allow_special=allow_special)
     recorded = {} if cache is None else cache.metadata
+    if recorded.get("chat") == "yes" and not tokenizer.chat_template:
+        raise InputError(
+            f"the cache was made in a chat template, which tokenizer {tokenizer.name_or_path!r} "
+            f"does not have: the cache belongs to another model, {recorded.get('model')!r}"
+        )
     if chat or recorded.get("chat") == "yes":
         template = ChatTemplate(tokenizer)
         template.check(recorded.get("chat_template", ""))

@@ -75,9 +75,7 @@ def trace(
     sequence = _sequence(input_ids, prefix_len, supervision)
     prefix_len = sequence.prefix_len
     num_tokens = sequence.input_ids.shape[1]
-    check_positions(
-        model.config, type(model).__name__, num_tokens, prefix_len, sequence.supervision
-    )
+    check_positions(model.config, num_tokens, prefix_len, sequence.supervision)
     is_followed = sequence.supervision not in ("self", "reconstruction")
     expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
     whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
@@ -334,12 +332,12 @@ def _split_layers(
 
 
 def check_positions(
-    config: PreTrainedConfig, name: str, num_tokens: int, prefix_len: int, supervision: str
+    config: PreTrainedConfig, num_tokens: int, prefix_len: int, supervision: str
 ) -> None:
     """Raise an ``InputError`` if a sequence exceeds the model's positions.
 
     Args:
-        config, name: of the model.
+        config: of the model.
         num_tokens: of the whole sequence.
         prefix_len: tokens to compress.
         supervision: as in ``trace``.
@@ -347,10 +345,14 @@ def check_positions(
     positions = positions_of(config)
     if num_tokens <= positions:
         return
-    advice = ""
-    if supervision == "reconstruction" and prefix_len < positions:
-        advice = (
-            f"; supervision self does not repeat the text, whose {prefix_len} tokens alone "
-            "would fit"
+    text = f"the text has {prefix_len} tokens"
+    if supervision == "reconstruction" and prefix_len <= positions:
+        raise InputError(
+            f"{text}, and the model {positions} positions, too few for it and the copy of it that "
+            "supervision reconstruction appends: supervision self appends none"
         )
-    raise InputError(f"{num_tokens} tokens exceed the {positions} positions of {name}{advice}")
+    if supervision not in ("reconstruction", "self"):
+        text = f"prefix and suffix have {num_tokens} tokens"
+    raise InputError(
+        f"{text}, and the model {positions} positions: shorten the text, or split it into several"
+    )

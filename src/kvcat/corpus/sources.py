@@ -18,11 +18,13 @@ from kvcat.data import (
     text_or_bytes,
 )
 from kvcat.errors import InputError, one_line
+from kvcat.files import MOST_TEXT_BYTES, parse_text
 from kvcat.hub import HUB_PREFIX
 from kvcat.tokenization import repaired
 
 DEFAULT_TEXT_COLUMN = "text"
 DEFAULT_ID_COLUMN = "id"
+_ALSO_TEXT = (".json",)  # a document like any other; for training it is none
 
 
 @dataclass(frozen=True)
@@ -120,8 +122,8 @@ def corpus_files(
     """The files of a corpus; none is read yet.
 
     Args:
-        source: a folder of text files, ``.jsonl`` or ``.parquet`` files; one such file; or
-            ``hub:NAME[/CONFIG][@SPLIT]``.
+        source: a folder of text files (``.json`` too), ``.jsonl`` or ``.parquet`` files; one such
+            file; or ``hub:NAME[/CONFIG][@SPLIT]``.
         text_column, id_column: columns of a table.
         store: address of the store that will hold the caches, which must not be in the folder.
 
@@ -137,7 +139,7 @@ def corpus_files(
         folder = Path(source).expanduser().resolve()
         if Path(store).expanduser().resolve().is_relative_to(folder):
             raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
-    files = open_source(source).files
+    files = open_source(source, also_text=_ALSO_TEXT).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
     if Path(source).expanduser().is_file() and not source.endswith(known):
         raise InputError(
@@ -190,19 +192,13 @@ def _text_document(file: SourceFile) -> CorpusDocument:
     name = repaired(file.name)
     try:
         with fsspec.open(file.url, "rb") as raw:
-            data: bytes = raw.read()  # pyright: ignore[reportAttributeAccessIssue]
+            data: bytes = raw.read(MOST_TEXT_BYTES + 1)  # pyright: ignore[reportAttributeAccessIssue]
     except Exception as error:  # clients of the network raise anything
         return CorpusDocument(name, problem=f"the file cannot be read: {one_line(error)}")
-    if b"\0" in data:
-        return CorpusDocument(name, problem="the file is not text: it has a zero byte")
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return CorpusDocument(
-            name, problem=f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
-        )
-    # as `kvcat compress --text` reads it
-    return CorpusDocument(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+        return CorpusDocument(name, parse_text(data, "the file"))
+    except InputError as error:
+        return CorpusDocument(name, problem=str(error))
 
 
 def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> CorpusDocument:

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CACHE_NAME, CompactCache, cache_argument
 from kvcat.compress import question_ids
 from kvcat.compress.chat import ChatTemplate
-from kvcat.models import end_tokens
+from kvcat.models import end_tokens, positions_of
 from kvcat.serving.answers import Answer, Sampling, TakeText, answer, answer_length
 from kvcat.tokenization import TextEncoder, check_text
 
@@ -83,7 +83,9 @@ class Conversation:
 
     def _next_ids(self, text: str) -> list[int]:
         """All tokens after the document when the question is asked."""
-        first = question_ids(self.tokenizer, text, cache=self.cache)[0].tolist()
+        first = question_ids(
+            self.tokenizer, text, cache=self.cache, positions=positions_of(self.model.config)
+        )[0].tolist()
         if not self.messages:
             return first
         check_text(text, "the question")

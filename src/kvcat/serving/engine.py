@@ -15,6 +15,7 @@ from kvcat.cache import CompactCache, are_comparable, fingerprint
 from kvcat.compress import compose, question_ids
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError, one_line
+from kvcat.models import positions_of
 from kvcat.serving.answers import Answer, Sampling, answer_length
 from kvcat.serving.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
 from kvcat.serving.recent import RecentlyUsed
@@ -308,7 +309,12 @@ class Engine:
                 [chat_ids(self._tokenizer, messages, chat=is_chat, chat_template=template)]
             )
         else:
-            ids = question_ids(self._tokenizer, question.content, cache=cache)
+            ids = question_ids(
+                self._tokenizer,
+                question.content,
+                cache=cache,
+                positions=positions_of(self._model.config),
+            )
         sampling = question.sampling
         length = answer_length(
             self._model, cache, ids.to(self._model.device), sampling.max_new_tokens

@@ -81,7 +81,7 @@ def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> s
     """The README.md of an exported checkpoint: its origin, its training and its losses."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
     losses = "\n".join(
-        f"- {name}: {validation[name]:.4f} {unit}".rstrip()
+        f"- {name}: {validation[name]:z.4f} {unit}".rstrip()
         for name, unit in _VALIDATION_UNITS.items()
         if name in validation
     )
