@@ -24,7 +24,7 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
     It is empty if the word resembles none.
     """
-    known = list(choices)
+    known = [choice for choice in choices if choice != word]
     close = get_close_matches(word, known, n=1, cutoff=0.7)
     longer = [choice for choice in known if len(word) > 2 and choice.startswith(word)]
     meant = close or longer[:1]

@@ -89,7 +89,7 @@ def num_devices(device: str) -> int:
 def absolute(address: str | Path) -> str:
     """An address that means the same in another process."""
     text = str(address)
-    return text if "://" in text else str(Path(text).expanduser().resolve())
+    return text if "://" in text else os.path.realpath(Path(text).expanduser())
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -222,7 +223,11 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
         raise InputError(f"{file} is an input file: name another output file")
     is_of_model = any(fnmatch(file.name, pattern) for pattern in _MODEL_FILES)
     for folder in read:
-        if file.exists() and is_of_model and file.parent.resolve() == folder.resolve():
+        if (
+            file.exists()
+            and is_of_model
+            and os.path.realpath(file.parent) == os.path.realpath(folder)
+        ):
             raise InputError(f"{file} is a file of the model {folder}: name another output file")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")

@@ -1,6 +1,7 @@
 """The documents of a corpus: text files of a folder, rows of tables, data sets of the Hub."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -136,8 +137,9 @@ def corpus_files(
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
     if not source.startswith(HUB_PREFIX) and store and "://" not in store:
-        folder = Path(source).expanduser().resolve()
-        if Path(store).expanduser().resolve().is_relative_to(folder):
+        # Path.resolve raises an error of its own for a link that leads back to itself
+        folder = os.path.realpath(Path(source).expanduser())
+        if Path(os.path.realpath(Path(store).expanduser())).is_relative_to(folder):
             raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source, also_text=_ALSO_TEXT).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)

@@ -1,5 +1,6 @@
 """Exports a run as an ordinary Hugging Face folder with a card that says how the model was made."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     step = verify(checkpoint)["step"]
     run = checkpoint.parent.parent
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
-    is_of_run = target.resolve() == (run / "export").resolve()
+    is_of_run = os.path.realpath(target) == os.path.realpath(run / "export")
     if not is_of_run:
         check_new_folder(target)
     model, tokenizer = load(config.model)
