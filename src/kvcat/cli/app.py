@@ -57,8 +57,8 @@ Compress the KV caches of language models, train models whose caches compress be
 what both cost.
 
 Start with `kvcat demo --quick`. It compresses held-out text with a small model that comes with the
-package, trains this model with KV-CAT, and writes a report, in about a minute. It needs no download
-and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat compress` and
+package, and writes a report, in about a minute; `kvcat demo` also trains the model with KV-CAT. It
+needs no download and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat compress` and
 `kvcat generate` answer questions from a compressed document."""
 _GROUPS = {
     "eval": "Measure how much quality a compressed cache loses. A stopped evaluation continues.",

@@ -184,7 +184,7 @@ def demo(
     Example: kvcat demo --quick
 
     Args:
-        quick: Take less than a minute on two idle cores; too short to judge training.
+        quick: Compression alone, in less than a minute on two idle cores; nothing is trained.
         full: Take about an hour, with 25 times the training tokens and more windows and methods.
         out: Folder to write; by default out/demo, out/demo-quick or out/demo-full.
         from_scratch: Pretrain the base first, which needs hours on two cores.
