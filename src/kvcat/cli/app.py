@@ -58,8 +58,8 @@ what both cost.
 
 Start with `kvcat demo --quick`. It compresses held-out text with a small model that comes with the
 package, and writes a report, in about a minute; `kvcat demo` also trains the model with KV-CAT. It
-needs no download and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat compress` and
-`kvcat generate` answer questions from a compressed document."""
+needs no download and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat
+compress` and `kvcat generate` answer questions from a compressed document."""
 _GROUPS = {
     "eval": "Measure how much quality a compressed cache loses. A stopped evaluation continues.",
     "theory": "Build and verify the paper's constructions for its definition of compressibility.",
