@@ -1,9 +1,12 @@
 """The exception for a user's mistake, and lines that describe errors."""
 
+import math
+import numbers
 import sys
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from pathlib import Path
+from typing import Any
 
 
 class InputError(ValueError):
@@ -17,6 +20,24 @@ class InputError(ValueError):
 def one_line(error: BaseException) -> str:
     """The kind of an error and the beginning of its message, on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+
+
+def whole(name: str, value: Any) -> int:
+    """The number as an ``int``; ``InputError`` for a value that is no whole number.
+
+    True and 1.0 are none; a whole number of numpy is one.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise InputError(f"{name} is {value!r}; it must be a whole number")
+    return int(value)
+
+
+def finite(name: str, value: Any) -> float:
+    """The number as a ``float``; ``InputError`` for a value that is no finite number."""
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not is_number or not math.isfinite(value):
+        raise InputError(f"{name} is {value!r}; it must be a finite number")
+    return float(value)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
@@ -48,10 +69,25 @@ def check_one_of(setting: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_least(least: int, **settings: int) -> None:
-    """Raise an ``InputError`` for a setting whose value is below the least."""
+    """Raise an ``InputError`` for a setting that is no whole number, or is below the least."""
     for name, value in settings.items():
-        if value < least:
+        if whole(name, value) < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_kind(kind: type | tuple[type, ...], wanted: str, **arguments: Any) -> None:
+    """Raise an ``InputError`` for an argument of another type.
+
+    Args:
+        kind: the type, or several.
+        wanted: the type in words, such as "a text".
+        arguments: values by name.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            is_short = value is None or isinstance(value, str | bytes | int | float)
+            shown = repr(value)[:60] if is_short else f"a {type(value).__name__}"
+            raise InputError(f"{name} is {shown}; it must be {wanted}")
 
 
 def run_script(main: Callable[[], object]) -> None:

@@ -75,7 +75,7 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
         raise InputError(f"model folder {name} does not exist{_similar_file(path)}")
     hint = did_you_mean(name, (BASE_NAME, SMOLLM2))
     if SMOLLM2 in hint and not (models_home() / SMOLLM2).is_dir():
-        hint = hint.replace(")", f", after `kvcat get {SMOLLM2}`)")
+        hint = hint.replace("?)", f", after `kvcat get {SMOLLM2}`?)")
     return _hub_folder(name, weights, hint or _similar_file(path))
 
 

@@ -214,6 +214,15 @@ def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, 
     assert "tokens, and the model 256 positions" in Store(tmp_path / "s").rows[0].error
 
 
+def test_a_cache_of_a_chat_is_not_that_of_another_model(store, mistake):
+    words = ["kvcat-base", "--store", store, "--id", "a/0"]
+    message = "a/0 belongs to another model: it was made with tiny (fingerprint "
+    for command in (["generate", *words, "--prompt", "x"], ["chat", *words]):
+        shown = mistake(*command)
+        assert message in shown
+        assert "kvcat-base" in shown
+
+
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):
     words = ["generate", tiny_folder, "--prompt", "x"]
     assert "no cache: give --cache FILE" in mistake(*words)

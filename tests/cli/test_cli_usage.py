@@ -100,6 +100,13 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
             "give one of --keep, --slots, --max-kl and --mb",
         ),
         ("compress m --text t.txt -o c --max-kl -1", "--max-kl takes NATS>=0, not -1"),
+        ("compress model.gguf --text t.txt -o c", "file model.gguf does not exist"),
+        (
+            "compress smollm2 --text t.txt -o c",
+            "Hub cache (did you mean smollm2-135m, after `kvcat get smollm2-135m`?), and",
+        ),
+        ("compress kvcat-bas --text t.txt -o c", "Hub cache (did you mean kvcat-base?), and"),
+        ("compress kvcat-base --text /dev/zero -o c", "/dev/zero is not text: it has a zero byte"),
         ("widen m -o .", "output folder . is not empty"),
         ("widen m -o wide --gguf-type q8_0", "--gguf-type is for a .gguf file, and wide is a"),
         ("widen m -o w.gguf --dtype bfloat16", "--dtype is for a folder, and w.gguf is a .gguf"),
@@ -165,6 +172,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
     line, message, mistake, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("KVCAT_HOME", str(tmp_path / "home"))
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
@@ -209,11 +217,12 @@ class Stopped(Exception):  # noqa: N818
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
+        (MemoryError(), 2, "kvcat: not enough memory: MemoryError: \n"),
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
         (Stopped("saved\nat step 3"), 143, "kvcat: saved at step 3\n"),
     ],
-    ids=["not allowed", "Ctrl-C", "signal"],
+    ids=["memory", "not allowed", "Ctrl-C", "signal"],
 )
 def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_code(
     raised, code, message, capsys, monkeypatch

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, chosen_examples, rounded_mean
 from kvcat.cache.states import LayerState, RecurrentState, WindowState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.types import Int, Tensor
 
 
@@ -189,6 +190,7 @@ class CompactCache:
 
         At any time the path holds the old file or the whole new one.
         """
+        check_kind((str, PathLike), "a path", path=path)
         tensors = {}
         for number, layer in enumerate(self.layers):
             for name, tensor in layer.tensors().items():
@@ -223,6 +225,7 @@ class CompactCache:
             InputError: a file that is missing, truncated, corrupt, not from kvcat, or of another
                 model.
         """
+        check_kind((str, PathLike), "a path", path=path)
         entries, tensors, _ = read_tensors(Path(path), CACHE)
         layers, states = checked_layers(entries, tensors, str(path))
         metadata = parse_metadata(entries["metadata"], path)

@@ -22,7 +22,7 @@ from kvcat.compress.protection import (
 )
 from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind, finite, whole
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -86,6 +86,7 @@ class Compressor(ABC):
         Raises:
             InputError: as a plain call.
         """
+        check_kind(Iterable, "a sequence of fractions", keep_ratios=keep_ratios)
         sizes = [checked_slots(trace, keep_ratio, None) for keep_ratio in keep_ratios]
         caches = self.compress(trace, [slots for slots in sizes if is_between(trace, slots)])
         for slots in sizes:
@@ -168,10 +169,12 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
             f"num_slots={num_slots}"
         )
     if num_slots is not None:
+        num_slots = whole("num_slots", num_slots)
         if not 1 <= num_slots <= prefix_len:
             raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
         return num_slots
-    if keep_ratio is None or not 0 < keep_ratio <= 1:
+    keep_ratio = finite("keep_ratio", keep_ratio)
+    if not 0 < keep_ratio <= 1:
         raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
     # rounded first, so that 0.1 * 30 = 3.0000000000000004 gives 3
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
@@ -183,6 +186,7 @@ def checked_slots(trace: Trace, keep_ratio: float | int | None, num_slots: int |
     Raises:
         InputError: as ``slots_for``, fewer than are protected, or ``torch.autocast`` is on.
     """
+    check_kind(Trace, "a Trace", trace=trace)
     check_no_autocast(trace.keys[0].device)
     slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
     check_room(trace, slots)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress.trace import Trace, split_supervision
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.losses import PositionScores, score_positions
 from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
@@ -48,6 +48,7 @@ def replay_hidden(
     With ``any_length`` the cache's rotary factors are held however long the text becomes, as its
     trace held them. ``chunk_tokens`` are the most tokens of each example that run at once.
     """
+    check_kind(CompactCache, "a CompactCache", cache=cache)
     cache.check_tokens(model, suffix_ids, any_length=any_length)
     past = cache.to_transformers(model, any_length=any_length)
     enable(model)  # whose attention needs no mask of chunk x suffix
@@ -101,6 +102,8 @@ def compare(
         InputError: no suffix, a cache of another model, text, prefix length or batch, or a start
             that leaves no token.
     """
+    check_kind(Trace, "a Trace", trace=trace)
+    check_kind(CompactCache, "a CompactCache", cache=cache)
     suffix_len = trace.suffix_ids.shape[1]
     if suffix_len == 0:
         raise InputError(

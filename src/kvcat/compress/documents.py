@@ -3,18 +3,20 @@
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import get_args
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcat.attention import check_not_wrapped
 from kvcat.cache import CompactCache
 from kvcat.choices import DocumentSupervision
 from kvcat.compress.chat import ChatTemplate, chat_parts
 from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
-from kvcat.errors import InputError, check_one_of
+from kvcat.errors import InputError, check_kind, check_one_of
 from kvcat.models import positions_of
 from kvcat.tokenization import Piece, TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
@@ -61,6 +63,9 @@ def reconstruction(
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
+    check_kind(PreTrainedTokenizerBase, "a tokenizer of transformers", tokenizer=tokenizer)
+    check_kind(str, "a text", text=text)
+    check_kind((str, NoneType), "a text or None", head=head)
     encoder = TextEncoder(tokenizer, allow_special=allow_special)
     encoder.check_fits(text, positions)
     check_text(text, "the document")
@@ -138,6 +143,7 @@ def document_trace(
         InputError: an empty document, one too long for the model's positions; and as
             ``reconstruction``.
     """
+    check_not_wrapped(model)
     check_one_of("supervision of a document", supervision, get_args(DocumentSupervision))
     sequence = reconstruction(
         tokenizer,
@@ -301,6 +307,9 @@ def question_ids(
             template, one that does not write the text as it is, or another one than the cache was
             made with.
     """
+    check_kind(PreTrainedTokenizerBase, "a tokenizer of transformers", tokenizer=tokenizer)
+    check_kind(str, "a text", text=text)
+    check_kind((CompactCache, NoneType), "a CompactCache or None", cache=cache)
     encoder = TextEncoder(tokenizer, allow_special=allow_special)
     encoder.check_fits(text, positions)
     check_text(text, "the prompt")

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import NamedTuple, cast, get_args
 
 import torch
@@ -24,7 +25,7 @@ from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
-from kvcat.errors import InputError, check_least, check_one_of
+from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -71,6 +72,8 @@ def trace(
             or model; or the room is negative.
     """
     check_not_wrapped(model)
+    check_kind((CompactCache, NoneType), "a CompactCache or None", past=past)
+    check_least(1, chunk_tokens=chunk_tokens)
     check_least(0, room=0 if room is None else room)
     sequence = _sequence(input_ids, prefix_len, supervision)
     prefix_len = sequence.prefix_len
@@ -264,7 +267,7 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
             "prefix_len is missing: without a suffix use supervision='self' or a reconstruction "
             "sequence"
         )
-    prefix_len = num_tokens if prefix_len is None else prefix_len
+    prefix_len = num_tokens if prefix_len is None else whole("prefix_len", prefix_len)
     longest = num_tokens - (supervision != "self")
     if not 1 <= prefix_len <= longest:
         raise InputError(

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvcat.cache import check_no_adapters
-from kvcat.errors import InputError, check_one_of, one_line, unknown_name
+from kvcat.errors import InputError, check_kind, check_one_of, one_line, unknown_name
 from kvcat.files import atomic_write, check_new_folder, make_folder, read_json, write_json
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
@@ -67,6 +68,7 @@ def load(
     """
     check_one_of("dtype", dtype, DTYPES)
     torch_device = parse_device(device)
+    check_kind((str, PathLike), "a folder, a file or a name", name_or_path=name_or_path)
     path = local_folder(name_or_path)
     _check_config(path)
     loaded_tokenizer = load_tokenizer(path) if tokenizer else None
@@ -208,6 +210,7 @@ def parse_device(device: str) -> torch.device:
     Raises:
         InputError: torch does not know it or cannot use it here.
     """
+    check_kind((str, torch.device), "the name of a torch device", device=device)
     try:
         parsed = torch.device(device)
         torch.empty(0, device=parsed)

@@ -9,7 +9,7 @@ import torch
 from kvcat.cache import CompactCache
 from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in, compact_cache
 from kvcat.compress.trace import Trace
-from kvcat.errors import unknown_name
+from kvcat.errors import check_kind, unknown_name
 from kvcat.options import check_options
 from kvcat.types import Float, Tensor
 
@@ -39,6 +39,7 @@ class Eviction(Compressor):
     scorer: Scorer
 
     def __init__(self, name: str, /, scorer_class: type[Scorer] | None = None, **options: Any):
+        check_kind(str, "the name of a scorer", name=name)
         if scorer_class is None:
             if name not in SCORERS:
                 raise unknown_name("eviction scorer", name, SCORERS)
