@@ -81,8 +81,8 @@ def test_the_command_that_installs_an_extra_fits_the_installation(
     (folder / "METADATA").write_text("Name: kvcat\n")
     if recorded is not None:
         (folder / "direct_url.json").write_text(recorded)
-    found = metadata.PathDistribution(folder)
-    monkeypatch.setattr(metadata, "distribution", lambda name: found)
+    distribution = metadata.PathDistribution(folder)
+    monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
     assert install_command("gguf") == command
     requirement = shlex.split(command)[-1]
     if "@" in requirement:  # a name and an address that pip can parse

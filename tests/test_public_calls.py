@@ -8,7 +8,7 @@ from tiny import refusal
 
 
 @pytest.fixture(scope="module")
-def given():
+def objects():
     """A model, a tokenizer, and what is made with them."""
     model, tokenizer = kvcat.load("kvcat-base")
     ids = tokenizer("def f(x):\n    return x\n" * 3, return_tensors="pt").input_ids
@@ -58,5 +58,5 @@ def given():
         ("config is a dict", lambda *_: kvcat.train({"model": "kvcat-base"})),
     ],
 )
-def test_a_wrong_type_is_named(message, call, given):
-    assert refusal(call, *given).startswith(message)
+def test_a_wrong_type_is_named(message, call, objects):
+    assert refusal(call, *objects).startswith(message)

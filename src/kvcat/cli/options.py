@@ -133,10 +133,10 @@ def _options(target: Any) -> dict[str, bool]:
 
 def _check_given_once(repeatable: Mapping[str, bool], prog: str, arguments: Sequence[str]) -> None:
     """Reject an option that is given twice and is not for a list: only the last would count."""
-    given = Counter(_flag_of(word) for word in arguments)
+    counts = Counter(_flag_of(word) for word in arguments)
     for flag, may_repeat in repeatable.items():
-        if given[flag] > 1 and not may_repeat:
-            raise InputError(f"{flag} is given {given[flag]} times; {prog} takes it once")
+        if counts[flag] > 1 and not may_repeat:
+            raise InputError(f"{flag} is given {counts[flag]} times; {prog} takes it once")
 
 
 def _flag_of(word: str) -> str:

@@ -194,7 +194,8 @@ def _text_document(file: SourceFile) -> CorpusDocument:
     name = repaired(file.name)
     try:
         with fsspec.open(file.url, "rb") as raw:
-            data: bytes = raw.read(MOST_TEXT_BYTES + 1)  # pyright: ignore[reportAttributeAccessIssue]
+            stream: Any = raw
+            data: bytes = stream.read(MOST_TEXT_BYTES + 1)
     except Exception as error:  # clients of the network raise anything
         return CorpusDocument(name, problem=f"the file cannot be read: {one_line(error)}")
     try:

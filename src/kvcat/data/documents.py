@@ -270,9 +270,9 @@ def _json_lines(raw: Any) -> Iterator[bytes]:
         while line := lines.readline(MOST_TEXT_BYTES + 1):
             if line.strip():
                 yield line  # one that is too long is rejected by row_columns
-            rest = line
-            while len(rest) > MOST_TEXT_BYTES and not rest.endswith(b"\n"):
-                rest = lines.readline(MOST_TEXT_BYTES + 1)
+            remaining = line
+            while len(remaining) > MOST_TEXT_BYTES and not remaining.endswith(b"\n"):
+                remaining = lines.readline(MOST_TEXT_BYTES + 1)
 
 
 def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:

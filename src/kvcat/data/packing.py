@@ -94,14 +94,14 @@ class Encoder:
 
         A very long text is encoded in pieces: encoding takes hundreds of bytes per character.
         """
-        pieces = [_pieces(text) for text in texts]
-        flat = [piece for parts in pieces for piece in parts]
+        by_text = [_pieces(text) for text in texts]
+        flat = [piece for pieces in by_text for piece in pieces]
         self.backend.encode_special_tokens = True  # as text
         encoded = iter(self.backend.encode_batch_fast(flat, add_special_tokens=False))
         bodies = []
-        for parts in pieces:
+        for pieces in by_text:
             body: list[int] = []
-            for piece in parts:
+            for piece in pieces:
                 ids = next(encoded).ids
                 body += as_text(ids, piece, self._whole, self.control, self.unknown)
             bodies.append(body)
