@@ -43,7 +43,7 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
         monkeypatch.setattr(
             "kvcat.training.run.load", lambda *_, **__: pytest.fail("the model was loaded first")
         )
-    if "pip" in message:
+    if "tensorboard" in message:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     if options.get("model") == "broken":
         options["model"] = str(shutil.copytree(tiny_folder, tmp_path / "broken"))
@@ -135,10 +135,8 @@ def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_other_set
     train(corrected, progress=False)
     again = dataclasses.replace(corrected, output=f"{run.output}-alone")
     train(again, progress=False)
-    names = [path.relative_to(again.output) for path in Path(again.output).rglob("*.safetensors")]
-    assert len(names) >= 2  # of the checkpoint and of the export
-    for name in names:
-        assert Path(run.output, name).read_bytes() == Path(again.output, name).read_bytes()
+    weights = [Path(output, "export", "model.safetensors") for output in (run.output, again.output)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
     # without its checkpoints, a run that was exported is still a run
     shutil.rmtree(Path(run.output, "checkpoints"))
     assert "holds another run: its seed is 2, not 1" in refused(run)
