@@ -9,7 +9,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 demo: setup ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
 
-demo-quick: setup ## the same in less than a minute, too short to judge training
+demo-quick: setup ## compression alone, in less than a minute
 	$(BIN)/kvcat demo --quick
 
 demo-real: smollm2 ## a document in half, a quarter and a tenth of its slots on SmolLM2-135M: five questions, dense beside compact

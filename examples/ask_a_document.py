@@ -20,6 +20,7 @@ QUESTIONS = [
     "When does the regatta take place?",
 ]
 KEEP = (0.5, 0.25, 0.1)
+MOST_TOKENS = 24  # of an answer
 
 
 def main() -> None:
@@ -41,11 +42,12 @@ def main() -> None:
         print(f"\n{question}")
         ids = kvcat.question_ids(tokenizer, question, chat=True)
         for name, cache in caches.items():
-            answer = model.generate(**cache.inputs(model, ids), max_new_tokens=24, do_sample=False)
-            print(
-                f"  {name:>5}: "
-                f"{tokenizer.decode(answer[0, ids.shape[1] :], skip_special_tokens=True).strip()}"
-            )
+            inputs = cache.inputs(model, ids)
+            answer = model.generate(**inputs, max_new_tokens=MOST_TOKENS, do_sample=False)
+            tokens = answer[0, ids.shape[1] :]
+            text = tokenizer.decode(tokens, skip_special_tokens=True).strip()
+            dots = " ..." if len(tokens) == MOST_TOKENS else ""  # the limit ended it
+            print(f"  {name:>5}: {text}{dots}")
 
 
 if __name__ == "__main__":

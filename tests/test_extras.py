@@ -1,10 +1,11 @@
+import shlex
 import sys
 
 import pytest
 
 import kvcat
 from kvcat.cli.app import run
-from kvcat.extras import EXTRAS, missing_package
+from kvcat.extras import EXTRAS, install_command, missing_package
 
 
 class Absent:
@@ -28,11 +29,12 @@ def without_matplotlib(monkeypatch):
 
 
 def test_a_command_whose_package_is_missing_says_how_to_install_it(
-    without_matplotlib, tmp_path, capsys
+    without_matplotlib, tmp_path, capsys, monkeypatch
 ):
+    monkeypatch.setattr("kvcat.extras.install_command", lambda extra: f"pip install 'x[{extra}]'")
     assert run(["report", str(tmp_path), "-o", str(tmp_path / "report")]) == 2
-    message = "kvcat: kvcat report needs the package matplotlib: pip install 'kvcat[report]'\n"
-    assert capsys.readouterr().err == message
+    message = "kvcat: kvcat report needs the package matplotlib: pip install "
+    assert capsys.readouterr().err == f"{message}'x[report]'\n"
 
 
 def test_a_name_whose_package_is_missing_says_so_too(without_matplotlib, monkeypatch):
@@ -43,9 +45,48 @@ def test_a_name_whose_package_is_missing_says_so_too(without_matplotlib, monkeyp
 
 def test_the_extra_of_a_package_is_that_of_the_command_or_the_smallest():
     error = ModuleNotFoundError("No module named 'pandas.core'", name="pandas.core")
-    assert "kvcat[report]" in missing_package(error, "kvcat theory theorem")
-    assert "kvcat[eval]" in missing_package(error, "kvcat.evals")
+    assert "[report]'" in missing_package(error, "kvcat theory theorem")
+    assert "[eval]'" in missing_package(error, "kvcat.evals")
     assert missing_package(ModuleNotFoundError("no", name="torch"), "kvcat train") == ""
+
+
+@pytest.mark.parametrize(
+    ("recorded", "command"),
+    [
+        (None, "pip install 'kvcat[gguf]'"),
+        (
+            '{"url": "file:///a/b%20c", "dir_info": {"editable": true}}',
+            "pip install -e '/a/b c[gguf]'",
+        ),
+        ('{"url": "file:///a/kvcat", "dir_info": {}}', "pip install '/a/kvcat[gguf]'"),
+        (
+            '{"url": "file:///a/kvcat-1.whl", "archive_info": {}}',
+            "pip install 'kvcat[gguf] @ file:///a/kvcat-1.whl'",
+        ),
+        (
+            '{"url": "https://x.org/k", "vcs_info": {"vcs": "git", "commit_id": "12"}}',
+            "pip install 'kvcat[gguf] @ git+https://x.org/k@12'",
+        ),
+    ],
+)
+def test_the_command_that_installs_an_extra_fits_the_installation(
+    recorded, command, tmp_path, monkeypatch
+):
+    from importlib import metadata
+
+    from packaging.requirements import Requirement
+
+    folder = tmp_path / "kvcat-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: kvcat\n")
+    if recorded is not None:
+        (folder / "direct_url.json").write_text(recorded)
+    distribution = metadata.PathDistribution(folder)
+    monkeypatch.setattr(metadata, "distribution", lambda name: distribution)
+    assert install_command("gguf") == command
+    requirement = shlex.split(command)[-1]
+    if "@" in requirement:  # a name and an address that pip can parse
+        assert Requirement(requirement).extras == {"gguf"}
 
 
 def test_every_optional_package_is_in_its_extra():

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -114,4 +115,18 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
     assert read_json(file) == {"a": 1}
     file.write_bytes(b"caf\xe9")
     with pytest.raises(InputError, match=r"a.json is not UTF-8 text: .* at byte 3"):
+        read_text(file)
+
+
+def test_a_text_without_end_is_read_to_a_bound(tmp_path, monkeypatch):
+    with pytest.raises(InputError, match="/dev/zero is not text: it has a zero byte at 0"):
+        read_text(Path("/dev/zero"))
+    monkeypatch.setattr("kvcat.files.MOST_TEXT_BYTES", 1 << 20)
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"a\r\n" * (1 << 16))
+    assert read_text(file) == "a\n" * (1 << 16)
+    file.write_bytes(b"a" * (1 << 20))
+    assert read_text(file) == "a" * (1 << 20)
+    file.write_bytes(b"a" * (1 << 20) + b"b")
+    with pytest.raises(InputError, match=r"a.txt is longer than 1 MiB: split the text"):
         read_text(file)

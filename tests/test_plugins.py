@@ -63,7 +63,7 @@ def test_a_scorer_of_another_package_is_a_method_with_options_like_any_other(exa
     assert cache.metadata["power"] == "1.0"
     expected = traced.values[0].norm(p=1, dim=-1).topk(6).indices.sort(-1).values
     assert torch.equal(cache.layers[0].positions, expected)
-    with pytest.raises(InputError, match="value-norm has no option 'powr'; its options: power"):
+    with pytest.raises(InputError, match=r"value-norm has no option 'powr' .*; its options: power"):
         make_compressor("value-norm", powr=1.0)
 
 
@@ -93,7 +93,7 @@ def test_a_policy_of_another_package_trains_with_options_from_the_command_line(e
     )
     assert scores.tolist() == [[1, 0, 0, 1, 0, 0, 1]] * 2
     with pytest.raises(
-        InputError, match="policy strided has no option 'strid'; its options: stride"
+        InputError, match=r"policy strided has no option 'strid' .*; its options: stride"
     ):
         build_policies("strided,strid=3", num_layers=2, hidden_size=8)
     (tmp_path / "texts").mkdir()
@@ -133,9 +133,9 @@ def test_an_evaluation_of_another_package_runs_with_methods_of_it_and_has_its_pa
     example, tmp_path, capsys
 ):
     out = tmp_path / "prices"
-    line = ["eval", "price-list", "base=kvcat-base", "--items", "8", "--lists", "3"]
+    line = ["eval", "price-list", "base=kvcat-base", "--lists", "3"]
     line += ["--method", "value-norm,power=1.0", "first-by-layer", "--keep", "0.5"]
-    assert run([*line, "--out", str(out)]) == 0
+    assert run([*line, "--out", str(out), "--items", "8"]) == 0
     assert "first digit (%)" in capsys.readouterr().out
     config = read_config(out)
     assert (config["evaluation"], config["items"], config["num_examples"]) == ("price-list", 8, 3)

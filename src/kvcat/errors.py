@@ -3,7 +3,8 @@
 import math
 import numbers
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +40,54 @@ def finite(name: str, value: Any) -> float:
     return float(value)
 
 
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """A hint at the choice that a mistyped word resembles, such as " (did you mean --keep?)".
+
+    It is empty if the word resembles none.
+    """
+    known = [choice for choice in choices if choice != word]
+    close = get_close_matches(word, known, n=1, cutoff=0.7)
+    longer = [choice for choice in known if len(word) > 2 and choice.startswith(word)]
+    meant = close or longer[:1]
+    return f" (did you mean {meant[0]}?)" if meant else ""
+
+
+def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
+    """The error for a name of some kind, such as a compressor, that is none of the choices."""
+    known = list(choices)
+    hint = did_you_mean(name, known)
+    return InputError(f"no {kind} {name!r}{hint}; there are {', '.join(known)}")
+
+
+def check_one_of(setting: str, value: object, choices: Iterable[str]) -> None:
+    """Raise an ``InputError`` for the value of a setting that is none of the choices."""
+    known = list(choices)
+    if value in known:
+        return
+    hint = did_you_mean(str(value), known)
+    raise InputError(f"{setting} must be one of {', '.join(known)}, not {value!r}{hint}")
+
+
 def check_least(least: int, **settings: int) -> None:
     """Raise an ``InputError`` for a setting that is no whole number, or is below the least."""
     for name, value in settings.items():
         if whole(name, value) < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")
+
+
+def check_kind(kind: type | tuple[type, ...], wanted: str, **arguments: Any) -> None:
+    """Raise an ``InputError`` for an argument of another type.
+
+    Args:
+        kind: the type, or several.
+        wanted: the type in words, such as "a text".
+        arguments: values by name.
+    """
+    for name, value in arguments.items():
+        if not isinstance(value, kind):
+            is_short = value is None or isinstance(value, str | bytes | int | float)
+            shown = repr(value)[:60] if is_short else f"a {type(value).__name__}"
+            raise InputError(f"{name} is {shown}; it must be {wanted}")
 
 
 def run_script(main: Callable[[], object]) -> None:

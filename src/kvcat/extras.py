@@ -38,4 +38,35 @@ def missing_package(error: ModuleNotFoundError, user: str) -> str:
         return ""
     command = user.removeprefix("kvcat ").split()[0]
     extra = _EXTRA_OF_COMMAND.get(command, extras[0])
-    return f"{user} needs the package {package}: pip install 'kvcat[{extra}]'"
+    return f"{user} needs the package {package}: {install_command(extra)}"
+
+
+def install_command(extra: str) -> str:
+    """The command that installs an extra, for the way in which this kvcat was installed.
+
+    A clone is not in a package index, so its folder is named.
+    """
+    # only where a package is missing: these imports are slow
+    import json
+    import shlex
+    from importlib import metadata
+    from urllib.parse import urlparse
+    from urllib.request import url2pathname
+
+    try:
+        recorded = metadata.distribution("kvcat").read_text("direct_url.json")
+    except metadata.PackageNotFoundError:  # found by its path alone
+        recorded = None
+    source = json.loads(recorded) if recorded else {}
+    url = str(source.get("url", ""))
+    if "dir_info" in source:
+        folder = url2pathname(urlparse(url).path)
+        editable = "-e " if source["dir_info"].get("editable") else ""
+        return f"pip install {editable}{shlex.quote(f'{folder}[{extra}]')}"
+    if "vcs_info" in source:
+        vcs = source["vcs_info"]
+        place = f"{vcs['vcs']}+{url}@{vcs.get('commit_id', 'HEAD')}"
+        return f"pip install {shlex.quote(f'kvcat[{extra}] @ {place}')}"
+    if url:  # a wheel
+        return f"pip install {shlex.quote(f'kvcat[{extra}] @ {url}')}"
+    return f"pip install 'kvcat[{extra}]'"

@@ -15,6 +15,8 @@ from filelock import FileLock, Timeout
 from kvcat.errors import InputError
 
 LOCK_FILE = ".kvcat.lock"
+MOST_TEXT_BYTES = 1 << 28
+"""The largest size of one document's file: far more than any model reads, and fits in memory."""
 _PARTIAL = ".partial-"
 
 
@@ -60,12 +62,32 @@ def resolved(path: Path) -> Path:
 
 def read_text(path: Path) -> str:
     """The text in a UTF-8 file, without byte order mark; ``InputError`` if it is not UTF-8."""
+    with path.open("rb") as stream:
+        return parse_text(stream.read(MOST_TEXT_BYTES + 1), str(path))
+
+
+def parse_text(data: bytes, name: str) -> str:
+    """The text in the bytes of a UTF-8 file, without byte order mark.
+
+    Args:
+        data: at most ``MOST_TEXT_BYTES`` + 1 bytes from the start of the file.
+        name: of the file, for messages.
+
+    Raises:
+        InputError: a longer text, a zero byte, or bytes that are not UTF-8.
+    """
+    zero = data.find(b"\0")
+    if zero >= 0:
+        raise InputError(f"{name} is not text: it has a zero byte at {zero}")
+    if len(data) > MOST_TEXT_BYTES:
+        raise InputError(f"{name} is longer than {MOST_TEXT_BYTES >> 20} MiB: split the text")
     try:
-        return path.read_text(encoding="utf-8-sig")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"{path} is not UTF-8 text: {error.reason} at byte {error.start}"
+            f"{name} is not UTF-8 text: {error.reason} at byte {error.start}"
         ) from None
+    return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
 def write_text(target: Path, text: str) -> None:

@@ -19,7 +19,7 @@ from huggingface_hub import constants, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session
 
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError, did_you_mean, one_line
 from kvcat.files import read_json
 
 BASE_NAME = "kvcat-base"
@@ -68,10 +68,24 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
                 f"{name} is not on this machine: `kvcat get {name}` puts it into {folder}"
             )
         return folder
+    if path.suffix == ".gguf":
+        raise InputError(f"file {name} does not exist{_similar_file(path)}")
     is_path = path.is_absolute() or name.startswith((".", "~"))
     if is_path or not _HUB_NAME.fullmatch(name):
-        raise InputError(f"model folder {name} does not exist")
-    return _hub_folder(name, weights)
+        raise InputError(f"model folder {name} does not exist{_similar_file(path)}")
+    hint = did_you_mean(name, (BASE_NAME, SMOLLM2))
+    if SMOLLM2 in hint and not (models_home() / SMOLLM2).is_dir():
+        hint = hint.replace("?)", f", after `kvcat get {SMOLLM2}`?)")
+    return _hub_folder(name, weights, hint or _similar_file(path))
+
+
+def _similar_file(path: Path) -> str:
+    """A hint at a file or folder next to a path that does not exist."""
+    try:
+        names = [entry.name for entry in path.parent.iterdir()]
+    except OSError:
+        return ""
+    return did_you_mean(path.name, names)
 
 
 def _check_model_path(path: Path, name: str) -> Path:
@@ -99,8 +113,14 @@ def check_no_adapter(folder: Path) -> None:
             )
 
 
-def _hub_folder(name: str, weights: bool) -> Path:
-    """The folder of a model in the local Hub cache, downloaded if it is not complete there."""
+def _hub_folder(name: str, weights: bool, hint: str) -> Path:
+    """The folder of a model in the local Hub cache, downloaded if it is not complete there.
+
+    Args:
+        name: name on the Hub.
+        weights: as in ``local_folder``.
+        hint: at another name that was probably meant, for messages.
+    """
     try:
         config = try_to_load_from_cache(name, "config.json")
         folder = Path(config).parent if isinstance(config, str) else None
@@ -114,10 +134,12 @@ def _hub_folder(name: str, weights: bool) -> Path:
             return Path(snapshot_download(name, allow_patterns=patterns, etag_timeout=PATIENCE))
         if folder is not None and (not weights or _weights(folder)):
             return folder  # the model may have no other files
-        raise InputError(f"{name} is neither a folder nor in the local Hub cache, and {obstacle}")
+        raise InputError(
+            f"{name} is neither a folder nor in the local Hub cache{hint}, and {obstacle}"
+        )
     except (HfHubHTTPError, HFValidationError, OSError) as error:
         message = " ".join(str(error).split())[:200]
-        raise InputError(f"cannot get {name} from the Hub: {message}") from error
+        raise InputError(f"cannot get {name} from the Hub{hint}: {message}") from error
 
 
 def _is_complete(folder: Path) -> bool:

@@ -1,7 +1,17 @@
 """Memory that the C library holds for this process."""
 
 import ctypes
+import errno
 import sys
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there is not enough memory, in Python, on the CPU or on a GPU."""
+    is_of_torch = isinstance(error, RuntimeError) and (
+        type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    )
+    is_of_system = isinstance(error, OSError) and error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or is_of_torch or is_of_system
 
 
 def return_freed_memory() -> None:

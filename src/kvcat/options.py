@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from types import NoneType
 from typing import Any, Literal
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, did_you_mean
 
 _TYPE_WORDS = {
     bool: "true or false",
@@ -78,12 +78,14 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
     for option, value in options.items():
         if option not in hints:
             choices = ", ".join(hints) or "none"
-            raise InputError(f"{name} has no option {option!r}; its options: {choices}")
+            hint = did_you_mean(option, hints)
+            raise InputError(f"{name} has no option {option!r}{hint}; its options: {choices}")
         try:
             typed_value(value, hints[option])
         except TypeError:
             wanted = describe_type(hints[option])
-            raise InputError(f"{name}: {option} is {value!r}; it must be {wanted}") from None
+            hint = did_you_mean(str(value), words_of(hints[option]))
+            raise InputError(f"{name}: {option} is {value!r}{hint}; it must be {wanted}") from None
 
 
 def typed_value(value: Any, hint: Any) -> Any:
@@ -132,6 +134,14 @@ def describe_type(hint: Any) -> str:
         count = "" if arguments[-1] is ... else f"{len(arguments)} "
         return f"a list of {count}values, each {describe_type(arguments[0])}"
     return _TYPE_WORDS[kind]
+
+
+def words_of(hint: Any) -> list[str]:
+    """The words that an option of this type allows."""
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return list(arguments)
+    return [word for argument in arguments for word in words_of(argument)]
 
 
 def _typed_as_one_of(value: Any, hints: tuple[Any, ...]) -> Any:

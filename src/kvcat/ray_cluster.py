@@ -10,13 +10,14 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcat.errors import InputError, one_line
+from kvcat.extras import install_command
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
     import ray.data  # pyright: ignore[reportMissingImports]
     import ray.exceptions  # pyright: ignore[reportMissingImports]
 except ImportError as error:
-    raise InputError(f"--ray needs Ray: pip install 'kvcat[ray]' ({error})") from None
+    raise InputError(f"--ray needs Ray: {install_command('ray')} ({error})") from None
 
 _SECONDS_TO_CONNECT = 10.0
 _MISTAKE = re.compile(r"^kvcat\.errors\.InputError: (.+)$", re.MULTILINE)
@@ -88,7 +89,7 @@ def num_devices(device: str) -> int:
 def absolute(address: str | Path) -> str:
     """An address that means the same in another process."""
     text = str(address)
-    return text if "://" in text else str(Path(text).expanduser().resolve())
+    return text if "://" in text else os.path.realpath(Path(text).expanduser())
 
 
 @contextmanager

@@ -31,7 +31,7 @@ def store(tiny_folder, corpus):
     """Its store, in a chat template."""
     folder = corpus.parent / "store"
     options = ["--keep", "0.5", "--chat", "-o", folder]
-    assert kvcat("compress", tiny_folder, "--corpus", corpus, *options) == 0
+    assert kvcat("compress", tiny_folder, "--corpus", corpus, *options) == 2  # one has no cache
     return folder
 
 
@@ -48,10 +48,13 @@ def test_a_corpus_is_compressed_described_and_continued(tiny_folder, corpus, sto
     assert kvcat("info", store, "--id", "a/1") == 0
     assert "id a/1" in capsys.readouterr().out
     words = ["compress", tiny_folder, "--corpus", corpus, "--keep", "0.5", "--chat", "-o", store]
-    assert kvcat(*words) == 0
+    assert kvcat(*words) == 2
     said = capsys.readouterr()
     assert "0 caches made and 2 kept of 3 documents, 1 without a cache" in said.out
     assert "no cache of 'a/2': the document is empty" in said.err
+    assert said.err.endswith(f"1 of 3 documents have no cache: `kvcat info {store}`\n")
+    assert kvcat("info", store, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["store"] == "2 caches, 1 documents without one"
 
 
 def test_ids_of_any_characters_are_described_on_one_line(tiny_folder, tmp_path, capsys):
@@ -190,7 +193,7 @@ def test_ray_that_is_not_installed_is_one_line_before_the_model_is_loaded(
     monkeypatch.setattr("kvcat.models.load", None)
     out = tmp_path / "out"
     words = ["compress", tiny_folder, "--corpus", corpus, "-o", out, "--ray", "auto"]
-    assert "--ray needs Ray: pip install 'kvcat[ray]'" in mistake(*words)
+    assert "--ray needs Ray: pip install" in mistake(*words)
     assert not out.exists()
 
 
@@ -207,8 +210,17 @@ def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, 
     file.write_text(json.dumps({"id": "long", "text": "".join(sentences(60))}) + "\n")
     assert kvcat("compress", tiny_folder, "--corpus", file, "-o", tmp_path / "s") == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == "kvcat: none of the 1 documents has a cache"
-    assert "exceed the 256 positions" in Store(tmp_path / "s").rows[0].error
+    assert last == f"kvcat: 1 of 1 documents have no cache: `kvcat info {tmp_path / 's'}`"
+    assert "tokens, and the model 256 positions" in Store(tmp_path / "s").rows[0].error
+
+
+def test_a_cache_of_a_chat_is_not_that_of_another_model(store, mistake):
+    words = ["kvcat-base", "--store", store, "--id", "a/0"]
+    message = "a/0 belongs to another model: it was made with tiny (fingerprint "
+    for command in (["generate", *words, "--prompt", "x"], ["chat", *words]):
+        shown = mistake(*command)
+        assert message in shown
+        assert "kvcat-base" in shown
 
 
 def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mistake):

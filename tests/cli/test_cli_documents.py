@@ -257,12 +257,12 @@ def test_a_document_too_long_for_its_repetition_is_fitted_to_its_queries(
     output = tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
-    assert "supervision self does not repeat the text" in mistake(*argv)
+    assert "too few for it and the copy of it" in mistake(*argv)
     assert not output.exists()
     assert kvcat(*argv, "--supervision", "self") == 0
 
 
-def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
+def test_answers_end_at_the_models_last_position_and_say_so(tiny_folder, tmp_path, capsys, mistake):
     document = tmp_path / "doc.txt"
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder)
     document.write_text(
@@ -271,11 +271,18 @@ def test_answers_end_at_the_models_last_position(tiny_folder, tmp_path, capsys):
     cache = compress(tiny_folder, document, "--supervision", "self", "--method", "snapkv")
     room = 256 - CompactCache.load(cache).num_tokens - len(tokenizer(" the")["input_ids"])
     assert 0 < room < 8
-    shown = [
-        answer(capsys, tiny_folder, cache, "--prompt", " the", "--max-new-tokens", n)
-        for n in (room, 8)
-    ]
+    capsys.readouterr()
+    command = ["generate", tiny_folder, "--cache", cache, "--prompt", " the"]
+    shown = []
+    for options in (["--max-new-tokens", room], []):
+        assert kvcat(*command, *options) == 0
+        shown.append(capsys.readouterr())
     assert shown[0] == shown[1]
+    assert f"the answer ends at its limit of {room} tokens" in shown[0].err
+    assert (
+        f"--max-new-tokens is {room + 1}; the model's 256 positions hold {room} after"
+        in mistake(*command, "--max-new-tokens", room + 1)
+    )
 
 
 def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_widened_model(
@@ -284,7 +291,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     cache = compress(tiny_folder, document, "--slots", 5, "--method", "random")
     base = ["pack", tiny_folder, "--cache", cache, "-o"]
     assert kvcat(*base, tmp_path / "p") == 0
-    assert capsys.readouterr().out.endswith("5 slots per head; the next token has position 5\n")
+    assert capsys.readouterr().out.endswith("5 cells per head; the next token has position 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
         assert file.metadata()["format"] == "kvcat-prefix-1"
     assert "exists; --overwrite replaces it" in mistake(*base, tmp_path / "p")
@@ -297,6 +304,12 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert kvcat(*base, tmp_path / "b", "--drop-log-bias") == 0
     assert kvcat(*base, tmp_path / "w", "--head-dim", 12) == 0
     assert read_prefix(tmp_path / "w").shape[2] == 12
+    unequal = compress(tiny_folder, document, "--slots", 5, "--overwrite")
+    most = CompactCache.load(unequal).max_slots
+    assert most > 5
+    capsys.readouterr()
+    assert kvcat(*base, tmp_path / "u", "--head-dim", 12) == 0
+    assert f"{most} cells per head (the heads have 5 on average" in capsys.readouterr().out
     for name in ("wide", "wide.gguf"):
         assert kvcat("widen", tiny_folder, "--head-dim", 12, "-o", tmp_path / name) == 0
         assert capsys.readouterr().out.endswith(

@@ -110,9 +110,9 @@ def test_a_text_that_is_too_long_for_the_model(tiny_folder, tmp_path, mistake):
     text = tmp_path / "text.txt"
     text.write_text(LONG)
     words = ["compress", tiny_folder, "--text", text, "-o", tmp_path / "out"]
-    assert "exceed the 256 positions of Qwen2ForCausalLM" in mistake(*words)
+    assert "tokens, and the model 256 positions: shorten the text" in mistake(*words)
     text.write_text("".join(sentences(10, seed=1)))
-    assert "supervision self does not repeat the text" in mistake(*words)
+    assert "too few for it and the copy of it" in mistake(*words)
 
 
 @without_weights
@@ -131,7 +131,7 @@ def test_a_store_that_cannot_be_written(tiny_folder, tmp_path, mistake, corpus):
 def test_budgets_of_no_usable_document(tiny_folder, tmp_path, mistake, corpus):
     words = ["budgets", tiny_folder, "--corpus", corpus(GOOD), "-o", tmp_path / "budgets.json"]
     assert "no document has 200 tokens" in mistake(*words, "--tokens", 200)
-    assert "exceed the 256 positions" in mistake(*words)
+    assert "--tokens is 1024; the model has 256 positions" in mistake(*words)
     assert not (tmp_path / "budgets.json").exists()
 
 

@@ -67,9 +67,32 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("nonsense", "nonsense"),
-        ("train large --help", "no recipe 'large': small, "),
-        ("train small --model m --target-keep 1.5", "target_keep is 1.5"),
+        ("nonsense", "no command 'nonsense'; commands: demo, get, "),
+        ("compres m", "no command 'compres' (did you mean compress?); commands: "),
+        ("theroy errata", "no command 'theroy' (did you mean theory?); "),
+        ("eval nedle m", "no command 'eval nedle' (did you mean eval needle?); "),
+        ("train large --help", "no recipe 'large'; there are small, "),
+        ("train smal --model m", "no recipe 'smal' (did you mean small?); there are small, "),
+        ("train small --model m --target-keep 1.5", "--target-keep is 1.5"),
+        ("train small --model m --max-step 3", "--max-step 3 (did you mean --max-steps?)"),
+        ("train small --model m --policy rooter", "no policy 'rooter' (did you mean router?)"),
+        ("generate m --chache a", "unknown argument --chache a (did you mean --cache?)"),
+        ("compress m --txt a", "missing --output; unknown: --txt a (did you mean --text?)"),
+        ("compress m --text t.txt -o c --dtype float", "'float' (did you mean float32?); it must"),
+        (
+            "compress m --text t.txt -o c --method atention-matching",
+            "no compressor 'atention-matching' (did you mean attention-matching?); there are ",
+        ),
+        (
+            "compress kvcat-base --text t.txt -o c --method attention-matching,preset=papr",
+            "not 'papr' (did you mean paper?)",
+        ),
+        (
+            "compress kvcat-base --text t.txt -o c --method snapkv,windw=3",
+            "snapkv has no option 'windw' (did you mean window?); its options: ",
+        ),
+        ("compress kvcat-base --text t.txt -o c --slots 99", "--slots must be in [1, 3], not 99"),
+        ("widen kvcat-base -o w --head-dim 7", "--head-dim must be even and larger"),
         ("compress m", "missing --output"),
         ("compress m --text gone.txt -o c", "cannot use gone.txt: No such file or directory"),
         (
@@ -77,6 +100,13 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
             "give one of --keep, --slots, --max-kl and --mb",
         ),
         ("compress m --text t.txt -o c --max-kl -1", "--max-kl takes NATS>=0, not -1"),
+        ("compress model.gguf --text t.txt -o c", "file model.gguf does not exist"),
+        (
+            "compress smollm2 --text t.txt -o c",
+            "Hub cache (did you mean smollm2-135m, after `kvcat get smollm2-135m`?), and",
+        ),
+        ("compress kvcat-bas --text t.txt -o c", "Hub cache (did you mean kvcat-base?), and"),
+        ("compress kvcat-base --text /dev/zero -o c", "/dev/zero is not text: it has a zero byte"),
         ("widen m -o .", "output folder . is not empty"),
         ("widen m -o wide --gguf-type q8_0", "--gguf-type is for a .gguf file, and wide is a"),
         ("widen m -o w.gguf --dtype bfloat16", "--dtype is for a folder, and w.gguf is a .gguf"),
@@ -130,8 +160,8 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
             "theory theorem --symbols 4 --length 9 --out o",
             "4 symbols and N = 9: at most 256 sequences",
         ),
-        ("theory theorem --symbols 0 --out o", "symbols is 0; it must be at least 1"),
-        ("theory histogram --length -9 --out o", "length is -9; it must be at least 1"),
+        ("theory theorem --symbols 0 --out o", "--symbols is 0; it must be at least 1"),
+        ("theory histogram --length -9 --out o", "--length is -9; it must be at least 1"),
         (
             "theory histogram --scaling 2 8 --out o",
             "--scaling needs at least two values, 3 to 256, not [2, 8]",
@@ -142,6 +172,7 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
     line, message, mistake, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("KVCAT_HOME", str(tmp_path / "home"))
     (tmp_path / "t.txt").write_text("a text")
     (tmp_path / "empty.txt").write_text(" \n")
     monkeypatch.chdir(tmp_path)
@@ -186,11 +217,12 @@ class Stopped(Exception):  # noqa: N818
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
+        (MemoryError(), 2, "kvcat: not enough memory: MemoryError:\n"),
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
         (Stopped("saved\nat step 3"), 143, "kvcat: saved at step 3\n"),
     ],
-    ids=["not allowed", "Ctrl-C", "signal"],
+    ids=["memory", "not allowed", "Ctrl-C", "signal"],
 )
 def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_code(
     raised, code, message, capsys, monkeypatch
@@ -317,7 +349,7 @@ def test_the_files_of_a_model_are_not_replaced_but_other_files_in_its_folder_are
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("chat m --cache a --cache=b", "--cache is given 2 times; kvcat chat reads one"),
+        ("chat m --cache a --cache=b", "--cache is given 2 times; kvcat chat takes it once"),
         ("compress m --text a --text b -o c", "--text is given 2 times"),
         (
             "compress m --text a --protect-text b --protect_text c -o d",
@@ -325,13 +357,19 @@ def test_the_files_of_a_model_are_not_replaced_but_other_files_in_its_folder_are
         ),
         ("compress m --corpus a --corpus b -o c", "--corpus is given 2 times"),
         ("generate m --store s --id a --id b --prompt x", "--id is given 2 times"),
-        ("serve m --store a --store b", "--store is given 2 times; kvcat serve reads one"),
+        ("serve m --store a --store b", "--store is given 2 times; kvcat serve takes it once"),
         ("budgets m --corpus a --corpus b -o c", "--corpus is given 2 times"),
         ("eval profile m --data a --data b", "--data is given 2 times"),
         ("train small --config a.toml --config b.toml", "--config is given 2 times"),
+        ("train small --output a --max-steps 3 --output b", "--output is given 2 times"),
+        ("train small --data a --data b", "--data is given 2 times"),
+        ("generate m --cache a --prompt x --seed 1 --seed=2", "--seed is given 2 times"),
+        ("compress m --text a -o b --output c", "--output is given 2 times"),
+        ("eval needle m --out a --out b", "--out is given 2 times"),
+        ("demo --quick --quick", "--quick is given 2 times"),
     ],
 )
-def test_a_second_input_where_a_command_reads_one_is_rejected(line, message, mistake):
+def test_an_option_without_a_list_that_is_given_twice_is_rejected(line, message, mistake):
     assert message in mistake(*shlex.split(line))
 
 

@@ -204,6 +204,31 @@ def test_a_template_that_writes_the_time_writes_one_time(looks, monkeypatch):
     assert written[2:] == f"<user>{DOCUMENT}"
 
 
+@pytest.mark.parametrize("unit", ["the cat sees ", "a", "\n", "\u6771"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_of_a_text_that_is_much_too_long_only_a_first_piece_is_encoded(kind, unit, monkeypatch):
+    tokenizer = KINDS[kind]()
+    encoder = TextEncoder(tokenizer)
+    # a text that fits is never rejected, wherever it is cut
+    for length in (100, 9_001, 30_000):
+        text = (unit * length)[:length]
+        encoder.check_fits(text, len(encoder(text)))
+    if len(encoder(unit * 9_001)) < 1000:
+        return  # blanks that the tokenizer leaves out, or one token for all unknown characters
+    num_characters = []
+    encode = tokenizer.encode
+
+    def counted(text, **options):
+        num_characters.append(len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer, "encode", counted)
+    for make in (reconstruction, question_ids):
+        message = refusal(make, tokenizer, unit * 200_000, positions=256)
+        assert "the text has more than 256 tokens, and the model 256 positions" in message
+    assert sum(num_characters) < 100_000
+
+
 def test_a_beginning_that_the_template_writes_is_not_written_twice():
     tokenizer = with_template("{{ bos_token }}" + PLAIN, lambda: byte_level(before=["<s>"]))
     ids = document_ids(tokenizer, chat=True)

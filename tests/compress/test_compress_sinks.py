@@ -139,7 +139,7 @@ def test_what_leaves_out_sinks_is_rejected_by_name(model, ids):
     class Blind(SparsificationPolicy):
         reads = "attention"
 
-        def forward(self, queries, keys, *, scale, window=None, generator=None):
+        def forward(self, queries, keys, *, scale, window=None, generators=None):
             return torch.ones(keys.shape[0], keys.shape[2])
 
     with MaskedPass(model, {0: Blind()}) as masked_pass:

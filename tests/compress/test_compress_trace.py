@@ -143,7 +143,7 @@ def test_traces_that_cannot_be_are_rejected(model, windows):
             {"supervision": "none"},
             "must be one of suffix, first-half, reconstruction, self, not 'none'",
         ),
-        (129, 8, {}, "129 tokens exceed the 128 positions of LlamaForCausalLM$"),
+        (129, 8, {}, "prefix and suffix have 129 tokens, and the model 128 positions: shorten"),
     ):
         with pytest.raises(InputError, match=message):
             trace(model, torch.zeros(1, tokens, dtype=torch.long), prefix_len, **options)
@@ -181,7 +181,11 @@ def test_what_cannot_be_replayed_or_compared_is_rejected(model, windows, traced)
 
 
 @pytest.mark.parametrize(
-    ("prefix_len", "advice"), [(60, "whose 60 tokens alone would fit"), (130, "LlamaForCausalLM$")]
+    ("prefix_len", "advice"),
+    [
+        (60, "the text has 60 tokens, .* 128 positions, .* supervision self appends none$"),
+        (130, "the text has 130 tokens, and the model 128 positions: shorten the text"),
+    ],
 )
 def test_a_repetition_that_is_too_long_and_a_text_that_is_too_long_have_different_messages(
     prefix_len, advice

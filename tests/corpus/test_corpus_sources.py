@@ -145,3 +145,23 @@ def test_a_store_inside_its_corpus_is_rejected(tmp_path):
     (tmp_path / "a.txt").write_text("x")
     message = refusal(corpus_files, str(tmp_path), store=str(tmp_path / "store"))
     assert "is inside the corpus" in message
+
+
+def test_a_row_without_an_end_does_not_stop_the_others(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvcat.data.documents.MOST_TEXT_BYTES", 64)
+    file = tmp_path / "rows.jsonl"
+    texts = ["short", "long " * 100, "also short"]
+    file.write_text("".join(json.dumps({"id": text[:4], "text": text}) + "\n" for text in texts))
+    documents = list(read_corpus(corpus_files(str(file))))
+    assert [document.text for document in documents] == ["short", "", "also short"]
+    assert documents[1].problem == f"row 1 of {file} is longer than 0 MiB"
+
+
+def test_json_files_of_a_folder_are_texts(tmp_path):
+    (tmp_path / "a.json").write_text('{"a": 1}\n')
+    (tmp_path / "b.txt").write_text("text")
+    documents = list(read_corpus(corpus_files(str(tmp_path))))
+    assert [(document.id, document.text) for document in documents] == [
+        ("a.json", '{"a": 1}\n'),
+        ("b.txt", "text"),
+    ]

@@ -47,6 +47,28 @@ def test_a_cache_of_a_store_is_that_of_its_document_compressed_alone(
     assert store["doc-1"].metadata["document"] == store["copy-1"].metadata["document"]
 
 
+def test_a_document_that_fits_only_once_is_made_without_its_copy_and_its_row_says_so(
+    loaded, compress, tmp_path
+):
+    texts = {"once": text_of(0, length=17), "twice": text_of(0)}
+    rows = [{"id": id, "text": text} for id, text in texts.items()]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    compress(source, tmp_path / "store", CorpusSettings(num_slots=5))
+    store = Store(tmp_path / "store")
+    assert [row.supervision for row in store.rows] == ["self", "reconstruction"]
+    assert 128 < store.row("once").tokens <= 256
+    for row in store.rows:
+        trace = kvcat.document_trace(*loaded, texts[row.id], supervision=row.supervision)
+        alone = kvcat.AttentionMatching()(trace, num_slots=5)
+        assert store[row.id].metadata["supervision"] == row.supervision
+        for layer, expected in zip(store[row.id].layers, alone.layers, strict=True):
+            for name, tensor in expected.tensors().items():
+                torch.testing.assert_close(layer.tensors()[name], tensor, atol=2e-3, rtol=2e-3)
+    # the KL on held-out positions needs the copy
+    compress(source, tmp_path / "checked", CorpusSettings(num_slots=5, check=True))
+    assert "supervision self" in Store(tmp_path / "checked").row("once").error
+
+
 def test_a_document_with_all_its_slots_has_the_keys_of_transformers(
     loaded, corpus, compress, tmp_path
 ):
@@ -71,7 +93,7 @@ def test_a_document_that_cannot_be_made_has_a_row_that_says_why(compress, tmp_pa
     assert "blank" not in store
     errors = store.manifest.set_index("id")["error"]
     assert errors["blank"] == "the document is empty"
-    assert "exceed the 256 positions" in errors["long"]
+    assert "tokens, and the model 256 positions" in errors["long"]
     assert "not JSON" in errors["corpus.jsonl#2"]
     assert errors.isna()["good"]
     assert "'blank' has no cache: the document is empty" in refusal(store.__getitem__, "blank")
@@ -366,12 +388,17 @@ def test_a_cache_in_the_store_outlives_a_device_without_memory_for_its_batch(
     compress(corpus, store)
     (store / cache_file("lost")).unlink()
 
-    def no_memory(*_, **__):
+    def no_memory_on_a_processor(*_, **__):
+        torch.empty(1 << 58)
+
+    def no_memory_on_a_gpu(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr(compressor_module, "sequence_trace", no_memory)
-    result = compress(corpus, store)
-    assert (result.num_kept, [row.id for row in result.failures]) == (1, ["lost"])
+    for no_memory in (no_memory_on_a_processor, no_memory_on_a_gpu):
+        monkeypatch.setattr(compressor_module, "sequence_trace", no_memory)
+        result = compress(corpus, store)
+        assert (result.num_kept, [row.id for row in result.failures]) == (1, ["lost"])
+        assert "not enough memory" in result.failures[0].error
     assert Store(store).ids == ("made",)
     assert Store(store)["made"].num_tokens > 0
 

@@ -1,5 +1,6 @@
 """Documents to tokens, to sequences of one length, and to excerpts."""
 
+import dataclasses
 import random
 from itertools import chain, count, islice
 
@@ -103,3 +104,28 @@ def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text
     assert [d.text for d in excerpts(documents, encoder, 32, 10_000, 0)] == [
         d.text for d in documents
     ]
+
+
+def test_a_very_long_text_is_encoded_in_pieces_and_has_the_same_tokens(encoder, monkeypatch):
+    texts = ["the cat\n" * 40, "a", "x" * 100]
+    whole = encoder(texts)
+    sizes = []
+    encode = encoder.backend.encode_batch_fast
+    monkeypatch.setattr("kvcat.data.packing._PIECE_CHARACTERS", 20)
+
+    class Backend:
+        """The tokenizer, which notes the lengths of what it encodes."""
+
+        encode_special_tokens = False
+
+        def encode_batch_fast(self, pieces, **options):
+            sizes.extend(map(len, pieces))
+            return encode(pieces, **options)
+
+        def __getattr__(self, name):
+            return getattr(encoder.backend, name)
+
+    in_pieces = dataclasses.replace(encoder, backend=Backend())(texts)
+    assert [ids.tolist() for ids in in_pieces[:2]] == [ids.tolist() for ids in whole[:2]]
+    assert max(sizes) == 20  # of the line that is longer
+    assert sum(sizes) == sum(map(len, texts))

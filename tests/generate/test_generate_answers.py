@@ -179,7 +179,7 @@ def test_a_question_that_does_not_fit_leaves_the_conversation_as_it_was(loaded, 
     conversation = Conversation(model, tokenizer, cache)
     first = conversation.ask("the cat", Sampling(max_new_tokens=4))
     assert "no position is left" in refusal(
-        conversation.ask, "the cat " * 300, Sampling(max_new_tokens=4)
+        conversation.ask, "the cat " * 200, Sampling(max_new_tokens=4)
     )
     assert "empty" in refusal(conversation.ask, "", Sampling())
     assert [message["content"] for message in conversation.messages] == ["the cat", first.text]

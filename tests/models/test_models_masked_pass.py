@@ -40,7 +40,7 @@ class Sigmoid(SparsificationPolicy):
             torch.randn(32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
         )
 
-    def forward(self, hidden, generator=None):
+    def forward(self, hidden, generators=None):
         return torch.sigmoid(
             nn.functional.layer_norm(hidden.to(self.weight.dtype), (32,)) @ self.weight
         )
@@ -88,7 +88,7 @@ def test_activation_checkpointing_changes_no_gradient_and_calls_attention_polici
         with MaskedPass(model, {s: POLICIES[policy](s) for s in STARTS}) as masked_pass:
             # two passes before any backward: each uses its own gates again
             out = [
-                masked_pass.hidden(some_ids(seed=i), torch.Generator().manual_seed(i))
+                masked_pass.hidden(some_ids(seed=i), [torch.Generator().manual_seed(i)] * 2)
                 for i in (0, 1)
             ]
             losses = [logits_from_hidden(model, x.masked_hidden).square().mean() for x in out]
@@ -167,7 +167,9 @@ def test_a_detached_prefix_learns_nothing_from_the_masked_pass_and_the_suffix_as
         with MaskedPass(
             model, {s: POLICIES[policy](s) for s in STARTS}, detach_prefix=detached
         ) as masked_pass:
-            out = masked_pass.hidden(ids, torch.Generator().manual_seed(0), prefix_len=8)
+            out = masked_pass.hidden(
+                ids, [torch.Generator().manual_seed(0)] * len(ids), prefix_len=8
+            )
             out.masked_hidden.square().sum().backward()
             assert all(p.grad.abs().sum() > 0 for p in masked_pass.parameters())
         gradients[detached] = model.get_input_embeddings().weight.grad

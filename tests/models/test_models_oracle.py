@@ -212,13 +212,18 @@ def gradients(loss, modules):
     )
 
 
+def sources(seed):
+    """A source of chance for each of the two sequences."""
+    return [torch.Generator().manual_seed(10 * seed + number) for number in range(2)]
+
+
 def compare(model_name, policy_name, *, group_starts=(0, 2), prefix_len=None):
     tokens = some_tokens()
     policies = policies_for(policy_name, group_starts)
     stock = tiny(model_name)
     ours = tiny(model_name)
     with MaskedPass(ours, policies, tau=TAU) as masked_pass:
-        out = masked_pass.hidden(tokens, torch.Generator().manual_seed(5), prefix_len=prefix_len)
+        out = masked_pass.hidden(tokens, sources(5), prefix_len=prefix_len)
         ours_dense, ours_masked = (
             logits_from_hidden(ours, h) for h in (out.dense_hidden, out.masked_hidden)
         )
@@ -278,10 +283,7 @@ def test_the_masked_pass_equals_the_naive_reference_in_logits_and_all_gradients(
 
 def test_random_masks_differ_between_groups_and_sequences_and_repeat_with_the_seed():
     with MaskedPass(tiny("qwen2"), policies_for("random", (0, 2))) as masked_pass:
-        made = [
-            masked_pass.hidden(some_tokens(), torch.Generator().manual_seed(s)).keep
-            for s in (5, 5, 6)
-        ]
+        made = [masked_pass.hidden(some_tokens(), sources(s)).keep for s in (5, 5, 6)]
     first, again, other = (torch.cat([keep[0], keep[2]]) for keep in made)
     assert torch.equal(first, again)
     assert (

@@ -107,7 +107,10 @@ def test_a_policys_options_come_from_its_spec_and_are_checked_by_name_and_type(m
     monkeypatch.setitem(POLICIES, "strided", make)
     assert build("strided,every=3", target=0.4)[0].every == 3
     assert build("strided", target=0.4)[0].every == 2
-    with pytest.raises(InputError, match="policy strided has no option 'evry'; its options: every"):
+    with pytest.raises(
+        InputError,
+        match=r"policy strided has no option 'evry' \(did you mean every\?\); its options: every",
+    ):
         build("strided,evry=3")
     with pytest.raises(InputError, match="every is 'often'; it must be a whole number"):
         build("strided,every=often")
@@ -128,9 +131,9 @@ def test_the_slots_that_everyone_looks_at_are_kept_and_equal_masses_go_to_the_lo
 def test_random_masks_are_uniform_over_all_positions_but_the_first_and_over_pairs():
     draws = 20_000
     tokens = 9
-    scores = RandomPolicy(0.5)(torch.zeros(draws, tokens, 1), torch.Generator().manual_seed(0))[
-        :, 1:
-    ]
+    scores = RandomPolicy(0.5)(
+        torch.zeros(draws, tokens, 1), [torch.Generator().manual_seed(0)] * draws
+    )[:, 1:]
     kept = 4
     others = tokens - 1
     single = kept / others

@@ -56,11 +56,14 @@ def scores_of(
         x[:, :, changed_after:] = others[:, :, changed_after:]
         return x[:, :, :tokens].to(dtype).requires_grad_(needs_gradient)
 
-    generator = torch.Generator().manual_seed(seed)
+    generators = [torch.Generator().manual_seed(seed + number) for number in range(BATCH)]
     if policy.reads == "hidden":
-        return policy(draw(1, HIDDEN)[:, 0], generator)
+        return policy(draw(1, HIDDEN)[:, 0], generators)
     return policy(
-        draw(HEADS, HEAD_DIM), draw(KV_HEADS, HEAD_DIM), scale=HEAD_DIM**-0.5, generator=generator
+        draw(HEADS, HEAD_DIM),
+        draw(KV_HEADS, HEAD_DIM),
+        scale=HEAD_DIM**-0.5,
+        generators=generators,
     )
 
 

@@ -1,7 +1,7 @@
 """The recipes are the table of the paper; the demo's two runs differ in the policy alone."""
 
 from kvcat.recipes import qwen2_5_0_5b, qwen2_5_1_5b
-from kvcat.recipes.demo import QUICK, training_config
+from kvcat.recipes.demo import STANDARD, training_config
 
 
 def test_the_papers_recipes_hold_every_figure_of_its_table() -> None:
@@ -21,7 +21,7 @@ def test_the_papers_recipes_hold_every_figure_of_its_table() -> None:
 
 def test_the_demos_two_runs_differ_in_the_policy_alone(tmp_path) -> None:
     control, router = (
-        vars(training_config(QUICK, policy, "kvcat-base", tmp_path, seed=0, device="cpu"))
+        vars(training_config(STANDARD, policy, "kvcat-base", tmp_path, seed=0, device="cpu"))
         for policy in ("control", "router")
     )
     assert {name for name in control if control[name] != router[name]} == {"policy", "output"}

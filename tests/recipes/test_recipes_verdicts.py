@@ -107,6 +107,3 @@ def test_training_is_judged_against_the_control_in_gain_cost_and_sum(tmp_path, k
         True
     ] * 3, answers
     assert "At 10 % of the slots" in answers[0]
-    not_judged = set(training_verdicts(results, can_judge=False).values())
-    assert len(not_judged) == 1
-    assert "too few steps" in not_judged.pop()

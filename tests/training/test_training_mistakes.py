@@ -3,6 +3,7 @@
 import dataclasses
 import importlib.util
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -30,7 +31,7 @@ MISTAKES = {
     "seq_len 257 exceeds the model's 256 positions": {"seq_len": 257},
     "group start 2": {"group_starts": (0, 2)},
     "device is 'cuda:99'": {"device": "cuda:99"},
-    "pip install 'kvcat[tensorboard]'": {"monitor": "tensorboard"},
+    "[tensorboard]'": {"monitor": "tensorboard"},
 }
 
 
@@ -42,7 +43,7 @@ def test_what_a_run_cannot_have_is_named(message, tiny_folder, tmp_path, monkeyp
         monkeypatch.setattr(
             "kvcat.training.run.load", lambda *_, **__: pytest.fail("the model was loaded first")
         )
-    if "pip" in message:
+    if "tensorboard" in message:
         monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     if options.get("model") == "broken":
         options["model"] = str(shutil.copytree(tiny_folder, tmp_path / "broken"))
@@ -120,6 +121,25 @@ def test_the_folder_of_another_run_keeps_its_run(new_run):
             in refusal_line
         )
     assert contents(run.output) == before
+
+
+def test_a_run_that_died_before_its_first_checkpoint_begins_again_with_other_settings(
+    new_run, monkeypatch
+):
+    run = new_run(policy="control", max_steps=2, seed=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("kvcat.training.loop.Trainer._train_step", lambda _: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(run, progress=False)
+    corrected = dataclasses.replace(run, seed=2, batch_size=2, max_steps=1)
+    train(corrected, progress=False)
+    again = dataclasses.replace(corrected, output=f"{run.output}-alone")
+    train(again, progress=False)
+    weights = [Path(output, "export", "model.safetensors") for output in (run.output, again.output)]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    # without its checkpoints, a run that was exported is still a run
+    shutil.rmtree(Path(run.output, "checkpoints"))
+    assert "holds another run: its " in refused(run)
 
 
 def test_a_second_process_does_not_write_into_a_run(tmp_path, new_run):

@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from kvcat.attention.carried import Carried, carried_by
 from kvcat.attention.exclusive import exclusive
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.types import Bool, Float, Tensor
 
 NAME = "kvcat"
@@ -294,9 +294,10 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Reject a wrapper such as a ``PeftModel``: its layers are not where a transformers model has
-    them, and its weights have other names.
+    """Reject what is no model, and a wrapper such as a ``PeftModel``: its layers are not where a
+    transformers model has them, and its weights have other names.
     """
+    check_kind(nn.Module, "a transformers model", model=model)
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
         remedy = "merge its adapters and give the result of merge_and_unload()"
     elif hasattr(model, "_orig_mod"):  # of torch.compile

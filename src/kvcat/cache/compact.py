@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, chosen_examples, rounded_mean
 from kvcat.cache.states import LayerState, RecurrentState, WindowState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
-from kvcat.errors import InputError, whole
+from kvcat.errors import InputError, check_kind, whole
 from kvcat.types import Int, Tensor
 
 
@@ -189,6 +190,7 @@ class CompactCache:
 
         At any time the path holds the old file or the whole new one.
         """
+        check_kind((str, PathLike), "a path", path=path)
         tensors = {}
         for number, layer in enumerate(self.layers):
             for name, tensor in layer.tensors().items():
@@ -223,6 +225,7 @@ class CompactCache:
             InputError: a file that is missing, truncated, corrupt, not from kvcat, or of another
                 model.
         """
+        check_kind((str, PathLike), "a path", path=path)
         entries, tensors, _ = read_tensors(Path(path), CACHE)
         layers, states = checked_layers(entries, tensors, str(path))
         metadata = parse_metadata(entries["metadata"], path)
@@ -236,9 +239,12 @@ class CompactCache:
         """Raise ``InputError`` if the model's fingerprint is not the cache's."""
         model_fingerprint = fingerprint(model)
         if model_fingerprint != self.fingerprint:
+            made_with = self.metadata.get("model", "unknown")
+            config: Any = getattr(model, "config", None)
+            used = getattr(config, "name_or_path", "") or type(model).__name__
             raise InputError(
-                f"{name} belongs to another model: its fingerprint is {self.fingerprint[:12]}, "
-                f"the model's {model_fingerprint[:12]}"
+                f"{name} belongs to another model: it was made with {made_with} (fingerprint "
+                f"{self.fingerprint[:12]}), and this is {used} ({model_fingerprint[:12]})"
             )
 
     def check_document(self, tokens: Int[Tensor, "batch prefix"], name: str) -> None:

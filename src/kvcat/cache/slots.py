@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from kvcat.cache.heads import HeadGrid, HeadSlots
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.types import Bool, Float, Int, Tensor
 
 Rows = Int[Tensor, " rows"] | list[int] | slice
@@ -25,6 +25,7 @@ def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
     Raises:
         InputError: no example, or one that the batch does not have.
     """
+    check_kind((Sequence, slice, torch.Tensor), "a list of numbers", rows=rows)
     chosen: list[Any]
     if isinstance(rows, slice):
         chosen = list(range(num_examples))[rows]

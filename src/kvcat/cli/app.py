@@ -8,8 +8,9 @@ from typing import Any
 
 from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
-from kvcat.errors import InputError
+from kvcat.errors import InputError, did_you_mean, one_line
 from kvcat.extras import missing_package
+from kvcat.memory import is_out_of_memory
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cli.train.demo", "Compress with a small model, train it, and compare; offline."),
@@ -52,9 +53,9 @@ Compress the KV caches of language models, train models whose caches compress be
 what both cost.
 
 Start with `kvcat demo --quick`. It compresses held-out text with a small model that comes with the
-package, trains this model with KV-CAT, and writes a report, in about a minute. It needs no download
-and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat compress` and
-`kvcat generate` answer questions from a compressed document."""
+package, and writes a report, in about a minute; `kvcat demo` also trains the model with KV-CAT. It
+needs no download and no GPU. `kvcat get smollm2-135m` downloads a real language model; then `kvcat
+compress` and `kvcat generate` answer questions from a compressed document."""
 _GROUPS = {
     "eval": "Measure how much quality a compressed cache loses. A stopped evaluation continues.",
     "theory": "Build and verify the paper's constructions for its definition of compressibility.",
@@ -95,16 +96,23 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `kvcat ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # no permission, a full disk
-        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
     except Exception as error:
-        signal = getattr(error, "signum", None)
-        if isinstance(signal, int):  # training saved its state and stopped
-            return _say(str(error), 128 + signal)
-        raise
+        return _exit_code(error)
     return 0
+
+
+def _exit_code(error: Exception) -> int:
+    """The exit code for an error; it is raised again if it is a bug."""
+    if is_out_of_memory(error):
+        return _say(f"not enough memory: {one_line(error)}", 2)
+    if isinstance(error, OSError):  # no permission, a full disk
+        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise error
+        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
+    signal = getattr(error, "signum", None)
+    if isinstance(signal, int):  # training saved its state and stopped
+        return _say(str(error), 128 + signal)
+    raise error
 
 
 def _dispatch(argv: list[str]) -> None:
@@ -125,10 +133,15 @@ def _dispatch(argv: list[str]) -> None:
         name = " ".join(argv[:num_words])
         names = commands()
         if name not in names:
-            raise InputError(f"no command {name!r}; commands: {', '.join(names)}")
+            hint = did_you_mean(name, [*names, *_GROUPS])
+            raise InputError(f"no command {name!r}{hint}; commands: {', '.join(names)}")
         arguments = take_threads(name, argv[num_words:])
         try:
             _call(name, arguments)
+        except InputError as error:
+            from kvcat.cli.options import in_options
+
+            raise InputError(in_options(str(error), arguments)) from error
         except ModuleNotFoundError as error:
             line = missing_package(error, f"kvcat {name}")
             if not line:

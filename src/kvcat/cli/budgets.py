@@ -5,6 +5,7 @@ import sys
 
 from kvcat.cli import early
 from kvcat.cli import options as opt
+from kvcat.errors import InputError
 
 
 def budgets(
@@ -51,11 +52,11 @@ def budgets(
     random.Random(seed).shuffle(files)
 
     from kvcat.compress.calibration import calibrate_on, excerpts
-    from kvcat.compress.tracing import check_positions
-    from kvcat.models import load, load_tokenizer, read_config
+    from kvcat.models import load, load_tokenizer, positions_of, read_config
 
-    config = read_config(model)
-    check_positions(config, model, tokens, tokens, "self")
+    positions = positions_of(read_config(model))
+    if tokens > positions:
+        raise InputError(f"--tokens is {tokens}; the model has {positions} positions")
     sample = excerpts(
         load_tokenizer(model),
         (document.text for document in read_corpus(files)),

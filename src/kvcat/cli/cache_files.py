@@ -1,5 +1,6 @@
 """The commands ``kvcat info``, ``pack`` and ``widen``: cache files, and checkpoints for them."""
 
+import json as json_module
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -57,7 +58,8 @@ def model_and_cache(
 
     The cache is that of a document in a store if one is named, and that in the files otherwise.
 
-    This does not check that a single cache belongs to the model; its users do.
+    Raises:
+        InputError: a cache belongs to another model.
     """
     import kvcat
 
@@ -70,10 +72,17 @@ def model_and_cache(
     loaded, loaded_tokenizer = kvcat.load(
         model, dtype=dtype or cache_dtype, device=device, tokenizer=tokenizer
     )
+    for each, name in zip(caches, files or [id], strict=True):
+        each.check_model(loaded, str(name))
     caches = [each.to(loaded.device) for each in caches]
     if len(caches) == 1:
         return loaded, loaded_tokenizer, caches[0]
     return loaded, loaded_tokenizer, kvcat.compose(loaded, caches, seam_tokens=seam_tokens)
+
+
+def limit_note(num_tokens: int) -> str:
+    """A line about an answer that its largest number of tokens ended."""
+    return f"the answer ends at its limit of {num_tokens} tokens (--max-new-tokens)"
 
 
 def pack(
@@ -114,8 +123,14 @@ def pack(
         model, files, device=device, tokenizer=False, seam_tokens=seam_tokens
     )
     plain = export_prefix(compact, loaded, output, drop_log_bias=drop_log_bias, head_dim=head_dim)
+    note = ""
+    if plain.mean_slots > compact.mean_slots:  # filled up with slots that no query sees
+        note = (
+            f" (the heads have {compact.mean_slots:g} on average, and the engine as many in every "
+            "head as the fullest needs)"
+        )
     print(
-        f"{output}: {compact.mean_slots:g} slots per head; "
+        f"{output}: {plain.mean_slots:g} cells per head{note}; "
         f"the next token has position {plain.num_tokens}"
     )
 
@@ -194,7 +209,7 @@ def _numbers(cache: "CompactCache") -> str:
     return f"keys and values in {cache.bits} bits, unpacked to {cache.dtype}"
 
 
-def info(file: opt.Several[str], /, id: opt.Unset[str] = None) -> None:
+def info(file: opt.Several[str], /, id: opt.Unset[str] = None, json: bool = False) -> None:
     """Describe cache files or a store without loading a model: slots, bytes saved, method, model.
 
     Example: kvcat info report.safetensors
@@ -203,6 +218,7 @@ def info(file: opt.Several[str], /, id: opt.Unset[str] = None) -> None:
         file: Cache files that `kvcat compress` wrote, one or several, or a store of
             `kvcat compress --corpus`.
         id: Id of a document in the store, to describe its cache alone.
+        json: Print one JSON object for each cache or store: the same rows as texts by name.
     """
     if not file:
         raise InputError("no cache file: name one or several, or a store")
@@ -213,21 +229,22 @@ def info(file: opt.Several[str], /, id: opt.Unset[str] = None) -> None:
     if id is not None and not is_store:
         raise InputError(f"--id needs a store, and {first} is none")
     if is_store:
-        _describe_store(first, id)
+        rows = _store_rows(first, id)
+        _print_json(rows) if json else _print_rows(rows)
     else:
-        _describe_files([Path(path) for path in file])
+        _describe_files([Path(path) for path in file], json=json)
 
 
-def _describe_store(address: str, id: str | None) -> None:
-    """Print what a store holds, or one document's cache."""
+def _store_rows(address: str, id: str | None) -> dict[str, str]:
+    """What a store holds, or one document's cache."""
     from kvcat.cli.corpus import store_facts
     from kvcat.corpus import Store
 
     store = Store(address)
-    _print_rows(store_facts(store) if id is None else _cache_facts(store[id]))
+    return store_facts(store) if id is None else _cache_facts(store[id])
 
 
-def _describe_files(files: Sequence[Path]) -> None:
+def _describe_files(files: Sequence[Path], *, json: bool) -> None:
     """Print what every cache file holds, and of several what they hold together."""
     for path in files:
         early.check_file(path, "cache file")
@@ -235,6 +252,10 @@ def _describe_files(files: Sequence[Path]) -> None:
     from kvcat.cache import CompactCache
 
     caches = [CompactCache.load(path) for path in files]
+    if json:
+        for path, cache in zip(files, caches, strict=True):
+            _print_json({"file": str(path), **_cache_facts(cache)})
+        return
     for path, cache in zip(files, caches, strict=True):
         if len(files) > 1:
             print(f"{path}:")
@@ -246,6 +267,10 @@ def _describe_files(files: Sequence[Path]) -> None:
             f"together: {num_tokens} tokens in {slots:g} slots per layer and head, "
             f"{sum(cache.nbytes for cache in caches):,} bytes"
         )
+
+
+def _print_json(rows: dict[str, str]) -> None:
+    print(json_module.dumps(rows))
 
 
 def _print_rows(rows: dict[str, str]) -> None:

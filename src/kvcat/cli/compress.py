@@ -218,13 +218,13 @@ def _compress_text(
     )
     from kvcat.compress.calibration import budget_files
     from kvcat.compress.documents import check_length, sequence_trace
-    from kvcat.models import load_tokenizer, read_config
+    from kvcat.models import load_tokenizer, positions_of, read_config
 
     opt.check_output(output, overwrite=overwrite, sources=budget_files(method))
     compressor = seeded_compressor(name, options, seed)
     config = read_config(model)
     tokenizer = load_tokenizer(model)
-    sequence = reconstruction(tokenizer, document, chat=chat)
+    sequence = reconstruction(tokenizer, document, chat=chat, positions=positions_of(config))
     check_length(config, sequence, supervision)
     ranges = protected_ranges(
         tokenizer,
@@ -300,7 +300,7 @@ def _smallest_cache(trace: "Trace", compressor: "Compressor", max_kl: float) -> 
     from kvcat.compress import smallest_cache
 
     def show(num_slots: int, kl: float) -> None:
-        line = f"{num_slots} slots: KL {kl:.5f} nats per token, held out"
+        line = f"{num_slots} slots: KL {kl:z.5f} nats per token, held out"
         print(line, file=sys.stderr, flush=True)
 
     smallest = smallest_cache(trace, compressor, max_kl, on_try=show)
@@ -325,7 +325,7 @@ def _trained_cache(
     with progress_bar(compressor.num_steps, "step") as bar:
 
         def show(_: int, kl: float) -> None:
-            bar.set_postfix_str(f"KL {kl:.5f}", refresh=False)
+            bar.set_postfix_str(f"KL {kl:z.5f}", refresh=False)
             bar.update()
 
         return compressor(

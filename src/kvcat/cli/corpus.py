@@ -116,8 +116,11 @@ def compress_to_store(
             show_progress=True,
         )
     _show(result, output, settings)
-    if shard_numbers is None and result.num_made + result.num_kept == 0:
-        raise InputError(f"none of the {result.num_documents} documents has a cache")
+    num_failed = len(result.failures)
+    if num_failed:
+        raise InputError(
+            f"{num_failed} of {result.num_documents} documents have no cache: `kvcat info {output}`"
+        )
 
 
 def _parse_shard(text: str) -> tuple[int, int]:
@@ -176,8 +179,11 @@ def store_facts(store: "Store") -> dict[str, str]:
         "settings": ", ".join(f"{name} {value}" for name, value in sorted(shown.items())),
         "time": f"{sum(row.seconds for row in made):.1f} s",
     }
+    num_long = sum(row.supervision != settings.get("supervision") for row in made)
+    if num_long:
+        facts["too long"] = f"{num_long} for a copy of the document, so made with supervision self"
     if kls:
-        facts["kl"] = f"{sum(kls) / len(kls):.5f} nats per token on average, held out"
+        facts["kl"] = f"{sum(kls) / len(kls):z.5f} nats per token on average, held out"
     for row in failed[:_SHOWN_FAILURES]:
         facts[f"no {row.id[:40]!r}"] = str(row.error)
     return facts

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 from kvcat.cli.names import method_names
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
 from kvcat.options import parse_spec
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "meta")
@@ -45,7 +45,7 @@ def check_method(spec: str) -> None:
         return
     names = method_names()
     if name not in names:
-        raise InputError(f"no compressor {name!r}; there are {', '.join(names)}, kvpress:PRESS")
+        raise unknown_name("compressor", name, [*names, "kvpress:PRESS"])
 
 
 def check_file(file: Path, what: str) -> None:

@@ -7,9 +7,11 @@ import sys
 from kvcat.choices import SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
-from kvcat.cli.cache_files import check_caches, model_and_cache
+from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.errors import InputError
 from kvcat.text.encoder import check_text
+
+_MOST_TOKENS = 64
 
 
 def generate(
@@ -19,7 +21,7 @@ def generate(
     store: opt.Unset[str] = None,
     id: opt.Unset[str] = None,
     prompt: opt.Strings = (),
-    max_new_tokens: opt.Count = 64,
+    max_new_tokens: opt.Unset[opt.Count] = None,
     temperature: float = 0.0,
     top_p: opt.Fraction = 1.0,
     stop: opt.Strings = (),
@@ -44,7 +46,7 @@ def generate(
         store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
         id: Id of the document in the store.
         prompt: Text that follows the document; may be given several times.
-        max_new_tokens: Largest number of tokens in an answer.
+        max_new_tokens: Largest number of tokens in an answer; by default 64, or as many as fit.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
         top_p: Sample from the most likely tokens with this total probability.
         stop: Text at which an answer ends, without it; may be given several times.
@@ -67,15 +69,26 @@ def generate(
 
     from kvcat.compress import question_ids
     from kvcat.generate import Sampling, answer, answer_length, left_out
+    from kvcat.models import positions_of
 
-    sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
+    most_tokens = max_new_tokens or _MOST_TOKENS
+    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, seam_tokens=seam_tokens, store=store, id=id
     )
     if packed and compact.bits is None:
         raise InputError(f"--packed: {files[0] if files else id} is not in 8 or 4 bits")
-    questions = [question_ids(tokenizer, text, cache=compact) for text in prompts]
-    num_answer_tokens = [answer_length(loaded, compact, ids, max_new_tokens) for ids in questions]
+    positions = positions_of(loaded.config)
+    questions = [
+        question_ids(tokenizer, text, cache=compact, positions=positions) for text in prompts
+    ]
+    num_answer_tokens = [answer_length(loaded, compact, ids, most_tokens) for ids in questions]
+    fitting = min(num_answer_tokens)
+    if max_new_tokens is not None and fitting < max_new_tokens:
+        raise InputError(
+            f"--max-new-tokens is {max_new_tokens}; the model's {positions} positions hold "
+            f"{fitting} after the document and the prompt"
+        )
     ignored = left_out(loaded, sampling=temperature > 0)
     if ignored:
         print(f"ignored generation settings of the model: {', '.join(ignored)}", file=sys.stderr)
@@ -101,6 +114,8 @@ def generate(
             print(json_module.dumps(facts), flush=True)
         else:
             print()
+        if result.finish_reason == "length":
+            print(limit_note(num_tokens), file=sys.stderr)
 
 
 def print_piece(text: str) -> None:

@@ -1,16 +1,21 @@
 """Parsing with tyro, one-line messages for user errors, and the option types of commands."""
 
+import dataclasses
 import inspect
+import os
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatch
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
 
-from kvcat.errors import InputError
+from kvcat.cli.threads import THREADS
+from kvcat.errors import InputError, did_you_mean
 from kvcat.option_types import (
     Bos,
     CacheBits,
@@ -78,8 +83,15 @@ _MODEL_FILES = (
     "merges.txt", "chat_template*", "*.model", "model*.safetensors*", "pytorch_model*.bin*",
 )  # fmt: skip
 """The files that loading a model's folder may read; an output may be next to them."""
-_INPUTS = ("cache", "config", "corpus", "data", "id", "protect_text", "store", "text")
-"""Arguments that name what a command reads."""
+_SHORT = {"-o": "--output"}
+_LIBRARY_NAMES = {
+    "--keep": "keep_ratio",
+    "--slots": "num_slots",
+    "--documents": "num_documents",
+    "--tokens": "num_tokens",
+    "--windows": "num_windows",
+}
+"""Names of options in the library, where they differ."""
 
 
 def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> Any:
@@ -93,26 +105,42 @@ def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> 
         tyro.conf.PositionalMetavarFromFieldName,
         tyro.conf.FlagCreatePairsOff,
     )
-    _check_single_inputs(target, prog, arguments)
+    repeatable = _options(target)
+    _check_given_once(repeatable, prog, arguments)
     if target.__doc__:
         target.__doc__ = _unwrapped(target.__doc__)
-    with events.on_parse_error(_reject):
+    with events.on_parse_error(partial(_reject, [*repeatable, THREADS])):
         return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
 
 
-def _check_single_inputs(target: Any, prog: str, arguments: Sequence[str]) -> None:
-    """Reject an input that is named twice where a command reads one: only the last would be read.
-
-    Settings may be given twice, and the last counts, so that a script's can be overridden.
+def _options(target: Any) -> dict[str, bool]:
+    """The options of a function or a dataclass by flag, and whether each may be given several
+    times.
     """
+    options: dict[str, bool] = {}
     for name, parameter in inspect.signature(target).parameters.items():
-        markers = getattr(parameter.annotation, "__metadata__", ())
-        if name not in _INPUTS or tyro.conf.UseAppendAction in markers:
-            continue
-        flag = f"--{name.replace('_', '-')}"
-        num_given = sum(word.partition("=")[0].replace("_", "-") == flag for word in arguments)
-        if num_given > 1:
-            raise InputError(f"{flag} is given {num_given} times; {prog} reads one")
+        annotation = parameter.annotation
+        markers = getattr(annotation, "__metadata__", ())
+        kind = getattr(annotation, "__origin__", annotation)
+        if tyro.conf.OmitArgPrefixes in markers and dataclasses.is_dataclass(kind):
+            options |= _options(kind)
+        elif parameter.kind is not parameter.POSITIONAL_ONLY:
+            options[f"--{name.replace('_', '-')}"] = tyro.conf.UseAppendAction in markers
+    return options
+
+
+def _check_given_once(repeatable: Mapping[str, bool], prog: str, arguments: Sequence[str]) -> None:
+    """Reject an option that is given twice and is not for a list: only the last would count."""
+    counts = Counter(_flag_of(word) for word in arguments)
+    for flag, may_repeat in repeatable.items():
+        if counts[flag] > 1 and not may_repeat:
+            raise InputError(f"{flag} is given {counts[flag]} times; {prog} takes it once")
+
+
+def _flag_of(word: str) -> str:
+    """The option that a word of a command line names, in the way that help texts spell it."""
+    flag = word.partition("=")[0].replace("_", "-")
+    return _SHORT.get(flag, flag)
 
 
 def _unwrapped(docstring: str) -> str:
@@ -193,35 +221,70 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
         raise InputError(f"{file} is an input file: name another output file")
     is_of_model = any(fnmatch(file.name, pattern) for pattern in _MODEL_FILES)
     for folder in read:
-        if file.exists() and is_of_model and file.parent.resolve() == folder.resolve():
+        if (
+            file.exists()
+            and is_of_model
+            and os.path.realpath(file.parent) == os.path.realpath(folder)
+        ):
             raise InputError(f"{file} is a file of the model {folder}: name another output file")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")
 
 
-def _reject(event: events.ParseErrorEvent) -> None:
-    """Raise an ``InputError`` with one line about the arguments that tyro rejects."""
-    raise InputError(f"{_mistake(event)} (see {event.prog} --help)")
+def _reject(flags: Sequence[str], event: events.ParseErrorEvent) -> None:
+    """Raise an ``InputError`` with one line about the arguments that tyro rejects.
+
+    Args:
+        flags: the options that exist.
+        event: what tyro found.
+    """
+    raise InputError(f"{_mistake(flags, event)} (see {event.prog} --help)")
 
 
-def _mistake(event: events.ParseErrorEvent) -> str:
+def _mistake(flags: Sequence[str], event: events.ParseErrorEvent) -> str:
     """One line about the arguments that are not valid."""
     if isinstance(event, events.MissingArgs):
         missing = ", ".join(_flag(missing.arg) for missing in event.missing_arguments)
-        unknown = " ".join(event.unrecognized_tokens)
+        unknown = _unknown(flags, event.unrecognized_tokens)
         return f"missing {missing}; unknown: {unknown}" if unknown else f"missing {missing}"
     if isinstance(event, events.UnrecognizedArgs):
-        return f"unknown argument {' '.join(event.tokens)}"
+        return f"unknown argument {_unknown(flags, event.tokens)}"
     argument: Any = getattr(event, "argument", None)
     flag = _flag(argument) if argument else ""
     if isinstance(event, events.InvalidChoice):
-        return f"{flag} is {event.value!r}; it must be one of {', '.join(event.choices)}"
+        hint = did_you_mean(event.value, event.choices)
+        return f"{flag} is {event.value!r}{hint}; it must be one of {', '.join(event.choices)}"
     reason = getattr(event, "message", "these arguments are not valid")
     if not flag:
         return reason
     quoted = re.findall(r"'([^']*)'", reason.partition("\n")[0])  # the rejected words
     allowed = f"{flag} takes {argument.lowered.metavar}"
     return f"{allowed}, not {' '.join(quoted)}" if quoted else allowed
+
+
+def _unknown(flags: Sequence[str], words: Sequence[str]) -> str:
+    """Words that are no arguments, with the options that were probably meant."""
+    hints = [did_you_mean(_flag_of(word), flags) for word in words if word.startswith("-")]
+    return f"{' '.join(words)}{''.join(dict.fromkeys(hints))}"
+
+
+def in_options(message: str, arguments: Sequence[str]) -> str:
+    """A message of the library in the words of a command line: ``--slots`` for ``num_slots``.
+
+    Only options that the command line gives are named so; a field of a file keeps its name.
+    """
+    for word in arguments:
+        flag = _flag_of(word)
+        if not flag.startswith("--"):
+            continue
+        name = flag.removeprefix("--").replace("-", "_")
+        for known in {_LIBRARY_NAMES.get(flag, name), name}:
+            if "_" in known:  # not as a part of a file's name, for example
+                pattern = rf"(?<![\w./'\"-]){known}(?![\w./'\"=-])"
+            else:  # which may also be a word of the sentence
+                pattern = rf"^{known}(?= is | must )"
+            message = re.sub(pattern, flag, message)
+    return message
 
 
 def _flag(argument: Any) -> str:

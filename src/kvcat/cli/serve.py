@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from kvcat.cli import early
 from kvcat.cli import options as opt
-from kvcat.cli.cache_files import check_caches, model_and_cache
+from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvcat.serving.conversation import Conversation
 
 KEY_VARIABLE = "KVCAT_API_KEY"
+_MOST_TOKENS = 256
 _HELP = (
     "type a question; /save FILE writes the conversation, /reset forgets it, /quit ends it; Ctrl-C "
     "ends an answer"
@@ -115,7 +116,7 @@ def chat(
     cache: opt.Unset[Path] = None,
     store: opt.Unset[str] = None,
     id: opt.Unset[str] = None,
-    max_new_tokens: opt.Count = 256,
+    max_new_tokens: opt.Unset[opt.Count] = None,
     temperature: float = 0.0,
     top_p: opt.Fraction = 1.0,
     stop: opt.Strings = (),
@@ -134,7 +135,7 @@ def chat(
         cache: Cache file that `kvcat compress` wrote, best with --chat; or give --store.
         store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
         id: Id of the document in the store.
-        max_new_tokens: Largest number of tokens in an answer.
+        max_new_tokens: Largest number of tokens in an answer; by default 256, or as many as fit.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
         top_p: Sample from the most likely tokens with this total probability.
         stop: Text at which an answer ends, without it; may be given several times.
@@ -146,13 +147,20 @@ def chat(
     early.check_model(model)
 
     from kvcat.generate.answers import Sampling
+    from kvcat.models import positions_of
     from kvcat.serving.conversation import Conversation
 
-    sampling = Sampling(temperature, top_p, max_new_tokens, tuple(opt.flat(stop)), seed)
+    most_tokens = max_new_tokens or _MOST_TOKENS
+    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, store=store, id=id
     )
-    compact.check_model(loaded, str(cache or id))
+    room = positions_of(loaded.config) - compact.num_tokens
+    if max_new_tokens is not None and max_new_tokens >= room:
+        raise InputError(
+            f"--max-new-tokens is {max_new_tokens}; the model's {positions_of(loaded.config)} "
+            f"positions leave {room} for questions and answers after the document"
+        )
     conversation = Conversation(loaded, tokenizer, compact)
     saved: set[Path] = set()
     print(f"{compact.num_tokens} tokens of document: {_HELP}", file=sys.stderr)
@@ -186,8 +194,10 @@ def _read_line() -> str | None:
 def _answer(line: str, conversation: "Conversation", sampling: "Sampling") -> None:
     """Print the answer to a question as it comes."""
     try:
-        conversation.ask(line, sampling, on_text=print_piece)
+        result = conversation.ask(line, sampling, on_text=print_piece)
         print(flush=True)
+        if result.finish_reason == "length":
+            print(limit_note(len(result.ids)), file=sys.stderr)
     except KeyboardInterrupt:
         print(flush=True)
         print("stopped: this question and its answer are not kept", file=sys.stderr)

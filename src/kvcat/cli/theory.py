@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, unknown_name
 from kvcat.files import atomic_write, make_folder, write_json
 from kvcat.option_types import Counts, Seed, Strings, flat
 from kvcat.provenance import provenance
@@ -211,7 +211,7 @@ def _verify_histograms(symbols: int, length: int) -> dict[str, dict[str, Any]]:
 def _check_theorem_request(names: list[str], symbols: int, length: int, constant: float) -> None:
     unknown = [name for name in names if name not in FUNCTIONS]
     if unknown:
-        raise InputError(f"no function {unknown[0]!r}; there are {', '.join(FUNCTIONS)}")
+        raise unknown_name("function", unknown[0], FUNCTIONS)
     check_least(1, symbols=symbols, length=length)
     if length > 9 or symbols**length > _MOST_SEQUENCES:
         most = f"at most {_MOST_SEQUENCES} sequences of length N are verified"

@@ -11,7 +11,7 @@ import tyro
 
 from kvcat.cli import early
 from kvcat.cli import options as opt
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
 from kvcat.files import read_json
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def _split_recipe(arguments: Sequence[str]) -> tuple[str, list[str]]:
     if name in RECIPES:
         return name, options
     if name != _NO_RECIPE:
-        raise InputError(f"no recipe {name!r}: {names}")
+        raise unknown_name("recipe", name, RECIPES)
     if {"-h", "--help"}.isdisjoint(options):
         raise InputError(f"name a recipe first: {names}")
     return name, options
@@ -182,7 +182,7 @@ def demo(
     Example: kvcat demo --quick
 
     Args:
-        quick: Take less than a minute on two idle cores; too short to judge training.
+        quick: Compression alone, in less than a minute on two idle cores; nothing is trained.
         out: Folder to write; by default out/demo or out/demo-quick.
     """
     from kvcat.recipes.demo import QUICK, STANDARD, run_demo
@@ -284,7 +284,7 @@ def get(name: Literal["smollm2-135m"] = "smollm2-135m", /) -> None:
 
     The download is 93 MB. It is converted to an ordinary Hugging Face folder of 540 MB in
     KVCAT_HOME or in the user's cache. `kvcat.load("smollm2-135m")` and every command then find it
-    by name. The command needs the package gguf: pip install 'kvcat[gguf]'.
+    by name. The command needs the package gguf, which the extra gguf of kvcat installs.
 
     Example: kvcat get smollm2-135m
 

@@ -28,7 +28,7 @@ from kvcat.cache import (
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, finite, whole
+from kvcat.errors import InputError, check_kind, finite, whole
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -139,6 +139,7 @@ class Compressor(ABC):
         Raises:
             InputError: as a plain call.
         """
+        check_kind(Iterable, "a sequence of fractions", keep_ratios=keep_ratios)
         sizes = [self.slots_of(trace, keep_ratio, None) for keep_ratio in keep_ratios]
         return self.caches(trace, sizes)
 
@@ -193,6 +194,7 @@ class Compressor(ABC):
             InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``;
                 or ``torch.autocast`` is on.
         """
+        check_kind(Trace, "a Trace", trace=trace)
         check_no_autocast(trace.hidden.device)
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         num_protected = num_positions(trace.protected)

@@ -15,7 +15,7 @@ from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress.ranges import num_positions
 from kvcat.compress.trace import Trace, split_supervision
-from kvcat.errors import InputError, finite, whole
+from kvcat.errors import InputError, check_kind, finite, whole
 from kvcat.losses import PositionScores, score_positions
 from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
@@ -49,6 +49,7 @@ def replay_hidden(
     With ``any_length`` the cache's rotary factors are held however long the text becomes, as its
     trace held them. ``chunk_tokens`` are the most tokens of each example that run at once.
     """
+    check_kind(CompactCache, "a CompactCache", cache=cache)
     cache.check_tokens(model, suffix_ids, any_length=any_length)
     past = cache.to_transformers(model, any_length=any_length)
     enable(model)  # whose attention needs no mask of chunk x suffix
@@ -102,6 +103,8 @@ def compare(
         InputError: no suffix, a cache of another model, text, prefix length or batch, or a start
             that leaves no token.
     """
+    check_kind(Trace, "a Trace", trace=trace)
+    check_kind(CompactCache, "a CompactCache", cache=cache)
     suffix_len = trace.suffix_ids.shape[1]
     if suffix_len == 0:
         raise InputError(
@@ -142,7 +145,8 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
     """
     trace.check_supervises()
     kl: Any = _position_scores(trace, cache).kl
-    return kl[:, trace.text.supervision_start - trace.prefix_len :].double().mean(1)
+    mean = kl[:, trace.text.supervision_start - trace.prefix_len :].double().mean(1)
+    return mean.clamp_min(0.0)  # rounding makes the KL of equal distributions a little negative
 
 
 def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096) -> PositionScores:

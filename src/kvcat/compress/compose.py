@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from kvcat.attention import check_not_wrapped
 from kvcat.cache import (
     FIRST_IDS,
     FIRST_SLOTS,
@@ -28,7 +29,7 @@ from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.ranges import parsed_ranges, range_text, slot_positions
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, whole
+from kvcat.errors import InputError, check_kind, whole
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Int, Tensor
@@ -116,6 +117,7 @@ def append(
         InputError: another model or batch, no tokens, tokens without an embedding, or more tokens
             than the model has positions.
     """
+    check_kind(CompactCache, "a CompactCache", cache=cache)
     check_batch_of_ids(input_ids)
     cache.check_tokens(model, input_ids)
     if len(input_ids) != cache.batch_size:
@@ -309,11 +311,14 @@ def _fact(cache: CompactCache, key: str) -> str:
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
     """Raise an ``InputError`` for caches that cannot be composed."""
+    check_not_wrapped(model)
+    check_kind(Sequence, "a sequence of CompactCaches", caches=caches)
     if not caches:
         raise InputError("no caches to compose: give at least one")
     if not 0 <= whole("seam_tokens", seam_tokens) <= NUM_FIRST:
         raise InputError(f"seam_tokens must be in [0, {NUM_FIRST}], not {seam_tokens}")
     for number, cache in enumerate(caches, start=1):
+        check_kind(CompactCache, "a CompactCache", **{f"document {number}": cache})
         cache.check_model(model, f"document {number}")
         if cache.batch_size != caches[0].batch_size:
             raise InputError(

@@ -1,18 +1,22 @@
 """Documents as token ids, plain or in a chat template, with a copy that supervises compression."""
 
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import get_args
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from kvcat.attention import check_not_wrapped
 from kvcat.cache import CompactCache
 from kvcat.choices import DocumentSupervision
 from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind, check_one_of
+from kvcat.models import positions_of
 from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
 from kvcat.text.template import ChatTemplate, chat_parts
 from kvcat.types import Int, Tensor
@@ -36,6 +40,7 @@ def reconstruction(
     *,
     head: str | None = None,
     chat: bool = False,
+    positions: int = sys.maxsize,
 ) -> Reconstruction:
     """Token ids of ``<text><instruction><text>``, joined as ids: both copies are the same tokens.
 
@@ -47,13 +52,20 @@ def reconstruction(
         text: the document.
         head: text before the first copy, instead of the tokens that the tokenizer puts there.
         chat: the first copy opens a user's turn in the tokenizer's chat template.
+        positions: of the model. A text with many more tokens is rejected before all of it is
+            encoded; whether the sequence fits is checked later (``check_length``).
 
     Raises:
-        InputError: a text without tokens, or that no encoding can hold; no chat template, or one
-            that does not write the text as it is.
+        InputError: a text without tokens, too long, or that no encoding can hold; no chat template,
+            or one that does not write the text as it is.
 
     References: KV-CAT, appendix "Needle-in-a-haystack retrieval", "Training the compact KV cache".
     """
+    check_kind(PreTrainedTokenizerBase, "a tokenizer of transformers", tokenizer=tokenizer)
+    check_kind(str, "a text", text=text)
+    check_kind((str, NoneType), "a text or None", head=head)
+    encoder = TextEncoder(tokenizer)
+    encoder.check_fits(text, positions)
     check_text(text, "the document")
     about = {"chat": "no"}
     if chat:
@@ -61,7 +73,6 @@ def reconstruction(
         about = {"chat": "yes", "chat_template": template.digest}
         text = template.document(text)
         head = template.parts.head
-    encoder = TextEncoder(tokenizer)
     body = encoder(text)
     if not body:
         raise InputError(f"the text {text[:20]!r} holds no token to compress")
@@ -128,12 +139,9 @@ def document_trace(
         InputError: an empty document, one too long for the model's positions; and as
             ``reconstruction``.
     """
-    choices = get_args(DocumentSupervision)
-    if supervision not in choices:
-        raise InputError(
-            f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}"
-        )
-    sequence = reconstruction(tokenizer, text, chat=chat)
+    check_not_wrapped(model)
+    check_one_of("supervision of a document", supervision, get_args(DocumentSupervision))
+    sequence = reconstruction(tokenizer, text, chat=chat, positions=positions_of(model.config))
     return sequence_trace(model, sequence, supervision=supervision, room=room)
 
 
@@ -166,8 +174,7 @@ def check_length(config: PreTrainedConfig, sequence: Reconstruction, supervision
     num_tokens = sequence.input_ids.shape[1]
     if supervision == "self":
         num_tokens = sequence.prefix_len
-    name = (config.architectures or [config.model_type])[0]
-    check_positions(config, name, num_tokens, sequence.prefix_len, supervision)
+    check_positions(config, num_tokens, sequence.prefix_len, supervision)
 
 
 def protected_ranges(
@@ -269,6 +276,7 @@ def question_ids(
     *,
     chat: bool = False,
     cache: CompactCache | None = None,
+    positions: int = sys.maxsize,
 ) -> Int[Tensor, "batch tokens"]:
     """Token ids of the text after a document, one row, the same as in one text of both.
 
@@ -278,16 +286,28 @@ def question_ids(
         chat: the text ends the user's turn that the document opened.
         cache: the document's; it records whether the document is in a chat template, and in which
             one.
+        positions: of the model. A text with many more tokens is rejected before all of it is
+            encoded.
 
     Raises:
-        InputError: an empty text, or one that no encoding can hold; no chat template, one that
-            does not write the text as it is, or another one than the cache was made with.
+        InputError: an empty text, one that is too long, or one that no encoding can hold; no chat
+            template, one that does not write the text as it is, or another one than the cache was
+            made with.
     """
+    check_kind(PreTrainedTokenizerBase, "a tokenizer of transformers", tokenizer=tokenizer)
+    check_kind(str, "a text", text=text)
+    check_kind((CompactCache, NoneType), "a CompactCache or None", cache=cache)
+    encoder = TextEncoder(tokenizer)
+    encoder.check_fits(text, positions)
     check_text(text, "the prompt")
     if not text:
         raise InputError("the prompt is empty: nothing follows the document")
-    encoder = TextEncoder(tokenizer)
     recorded = {} if cache is None else cache.metadata
+    if recorded.get("chat") == "yes" and not tokenizer.chat_template:
+        raise InputError(
+            f"the cache was made in a chat template, which tokenizer {tokenizer.name_or_path!r} "
+            f"does not have: the cache belongs to another model, {recorded.get('model')!r}"
+        )
     if chat or recorded.get("chat") == "yes":
         template = ChatTemplate(tokenizer)
         template.check(recorded.get("chat_template", ""))

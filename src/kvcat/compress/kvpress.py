@@ -21,7 +21,8 @@ from kvcat.compress.prefix import Prefix
 from kvcat.compress.press_arguments import as_kvpress_expects
 from kvcat.compress.press_queries import checked_queries
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
+from kvcat.extras import install_command
 from kvcat.models import frozen
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Tensor
@@ -154,7 +155,7 @@ def library() -> Any:
             return importlib.import_module("kvpress")
     except ImportError as error:
         raise InputError(
-            f"kvpress cannot be imported ({error}): pip install 'kvcat[kvpress]'"
+            f"kvpress cannot be imported ({error}): {install_command('kvpress')}"
         ) from error
     finally:
         for name, function in before.items():
@@ -190,8 +191,7 @@ def removed_fraction(num_slots: int, prefix_len: int, *, counts_removed: bool) -
 def _make(name: str, options: dict[str, Any]) -> Any:
     available = presses()
     if name not in available:
-        names = ", ".join(sorted(available))
-        raise InputError(f"kvpress {version()} has no press {name!r}; there are {names}")
+        raise unknown_name(f"press of kvpress {version()}", name, sorted(available))
     if name in REFUSED:
         raise InputError(f"{name} cannot make a compact cache: {REFUSED[name]}")
     for option in options:

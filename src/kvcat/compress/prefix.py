@@ -14,7 +14,7 @@ from typing import Any
 from kvcat.cache import CompactLayer, HeadSlots, Layer
 from kvcat.compress.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, whole
+from kvcat.errors import InputError, check_kind, whole
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,8 @@ def protecting(trace: Trace, ranges: Sequence[Any]) -> Trace:
         InputError: a range that is empty, not in the prefix or no pair of whole numbers; or tokens
             in a compact cache that does not protect just these.
     """
+    check_kind(Trace, "a Trace", trace=trace)
+    check_kind(Sequence, "a sequence of pairs (first, end)", ranges=ranges)
     if not len(ranges):
         return trace
     joined = joined_ranges(ranges, trace.prefix_len)

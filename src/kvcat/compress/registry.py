@@ -10,7 +10,7 @@ from kvcat.compress import methods
 from kvcat.compress.base import Compressor, Scorer, classes_in
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
 from kvcat.options import check_options
 
 _KVPRESS = "kvpress:"
@@ -69,8 +69,7 @@ def _plugin(name: str) -> type[Compressor] | type[Scorer]:
     """The class of the compressor or scorer that another package adds under a name."""
     plugins.check_new_names(plugins.COMPRESSORS, set(COMPRESSORS))
     if name not in plugins.plugin_names(plugins.COMPRESSORS):
-        choices = ", ".join([*compressor_names(), "kvpress:PRESS"])
-        raise InputError(f"no compressor {name!r}; there are {choices}")
+        raise unknown_name("compressor", name, [*compressor_names(), "kvpress:PRESS"])
     kind = plugins.load_plugin(plugins.COMPRESSORS, name)
     if not (isinstance(kind, type) and issubclass(kind, Compressor | Scorer)):
         raise InputError(f"plug-in {name!r} is not a subclass of Compressor or Scorer: {kind!r}")

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from types import NoneType
 from typing import cast, get_args
 
 import torch
@@ -30,7 +31,7 @@ from kvcat.compress.trace import (
     TracedText,
     sampled_positions,
 )
-from kvcat.errors import InputError, check_least, whole
+from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
@@ -77,11 +78,13 @@ def trace(
             or model; or the room is negative.
     """
     check_not_wrapped(model)
+    check_kind((CompactCache, NoneType), "a CompactCache or None", past=past)
+    check_least(1, chunk_tokens=chunk_tokens)
     check_least(0, room=0 if room is None else room)
     text = _traced_text(input_ids, prefix_len, supervision)
     prefix_len = text.prefix_len
     num_tokens = text.input_ids.shape[1]
-    check_positions(model.config, type(model).__name__, num_tokens, prefix_len, text.supervision)
+    check_positions(model.config, num_tokens, prefix_len, text.supervision)
     is_followed = text.supervision not in ("self", "reconstruction")
     expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
     whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
@@ -252,9 +255,7 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
 
 
 def _checked_supervision(supervision: str) -> Supervision:
-    choices = get_args(Supervision)
-    if supervision not in choices:
-        raise InputError(f"supervision must be one of {', '.join(choices)}, not {supervision!r}")
+    check_one_of("supervision", supervision, get_args(Supervision))
     return cast("Supervision", supervision)
 
 
@@ -330,12 +331,12 @@ def _split_layers(
 
 
 def check_positions(
-    config: PreTrainedConfig, name: str, num_tokens: int, prefix_len: int, supervision: str
+    config: PreTrainedConfig, num_tokens: int, prefix_len: int, supervision: str
 ) -> None:
     """Raise an ``InputError`` if a sequence exceeds the model's positions.
 
     Args:
-        config, name: of the model.
+        config: of the model.
         num_tokens: of the whole sequence.
         prefix_len: tokens to compress.
         supervision: as in ``trace``.
@@ -343,10 +344,14 @@ def check_positions(
     positions = positions_of(config)
     if num_tokens <= positions:
         return
-    advice = ""
-    if supervision == "reconstruction" and prefix_len < positions:
-        advice = (
-            f"; supervision self does not repeat the text, whose {prefix_len} tokens alone "
-            "would fit"
+    text = f"the text has {prefix_len} tokens"
+    if supervision == "reconstruction" and prefix_len <= positions:
+        raise InputError(
+            f"{text}, and the model {positions} positions, too few for it and the copy of it that "
+            "supervision reconstruction appends: supervision self appends none"
         )
-    raise InputError(f"{num_tokens} tokens exceed the {positions} positions of {name}{advice}")
+    if supervision not in ("reconstruction", "self"):
+        text = f"prefix and suffix have {num_tokens} tokens"
+    raise InputError(
+        f"{text}, and the model {positions} positions: shorten the text, or split it into several"
+    )

@@ -22,6 +22,7 @@ from kvcat.corpus.sources import CorpusDocument
 from kvcat.corpus.storage import Storage
 from kvcat.corpus.store import CHECKSUM_ENTRY
 from kvcat.errors import InputError
+from kvcat.memory import is_out_of_memory
 from kvcat.models import model_name
 
 HELD_OUT = 0.25
@@ -36,12 +37,14 @@ class EncodedDocument:
         document: the document.
         sequence: its token ids, on the CPU; None if there is a problem.
         problem: why it cannot be encoded.
+        supervision: that of its cache.
         is_made: whether the store has its cache, so that it only completes a batch.
     """
 
     document: CorpusDocument
     sequence: Reconstruction | None = None
     problem: str | None = None
+    supervision: str = "reconstruction"
     is_made: bool = False
 
     @property
@@ -54,16 +57,27 @@ class EncodedDocument:
 
 
 def encode_document(
-    document: CorpusDocument, tokenizer: PreTrainedTokenizerBase, settings: CorpusSettings
+    document: CorpusDocument,
+    tokenizer: PreTrainedTokenizerBase,
+    settings: CorpusSettings,
+    positions: int,
 ) -> EncodedDocument:
-    """The document as token ids, or why that is not possible."""
+    """The document as token ids, or why that is not possible.
+
+    A document that fits into the model's positions alone, but not with a copy of it, gets the
+    supervision "self", unless the settings need the copy.
+    """
     if document.reason is not None:
         return EncodedDocument(document, problem=document.reason)
     try:
-        sequence = reconstruction(tokenizer, document.text, chat=settings.chat)
+        sequence = reconstruction(tokenizer, document.text, chat=settings.chat, positions=positions)
     except InputError as error:
         return EncodedDocument(document, problem=str(error))
-    return EncodedDocument(document, sequence)
+    supervision = settings.supervision
+    is_too_long = sequence.input_ids.shape[1] > positions >= sequence.prefix_len
+    if is_too_long and not settings.needs_copy:
+        supervision = "self"
+    return EncodedDocument(document, sequence, supervision=supervision)
 
 
 class CorpusCompressor:
@@ -110,7 +124,9 @@ class CorpusCompressor:
         self.settings.check_budgets()
         try:
             caches = list(self._caches(usable))
-        except (InputError, torch.OutOfMemoryError) as error:
+        except (InputError, MemoryError, RuntimeError) as error:
+            if not isinstance(error, InputError) and not is_out_of_memory(error):
+                raise
             if len(usable) > 1:
                 missing = [encoded for encoded in usable if not encoded.is_made]
                 return [row for encoded in missing for row in self([encoded])]
@@ -120,9 +136,9 @@ class CorpusCompressor:
         for encoded, (cache, kl) in zip(usable, caches, strict=True):
             if not encoded.is_made:
                 self.storage.save_cache(cache_file(encoded.document.id), cache)
-                missing.append((encoded.document, cache, kl))
+                missing.append((encoded, cache, kl))
         seconds = (time.monotonic() - start) / max(1, len(missing))
-        return [self._row(document, cache, kl, seconds) for document, cache, kl in missing]
+        return [self._row(encoded, cache, kl, seconds) for encoded, cache, kl in missing]
 
     def _caches(
         self, batch: Sequence[EncodedDocument]
@@ -133,7 +149,7 @@ class CorpusCompressor:
         trace = sequence_trace(
             self.model,
             replace(sequences[0], input_ids=input_ids),
-            supervision=self.settings.supervision,
+            supervision=batch[0].supervision,
             room=self.settings.room,
         )
         together = self._compress(trace).to("cpu")
@@ -162,8 +178,9 @@ class CorpusCompressor:
         return supervised_kl(held_out, self._compress(fitted)).tolist()
 
     def _row(
-        self, document: CorpusDocument, cache: CompactCache, kl: float | None, seconds: float
+        self, encoded: EncodedDocument, cache: CompactCache, kl: float | None, seconds: float
     ) -> Row:
+        document = encoded.document
         return Row(
             id=document.id,
             checksum=document.checksum,
@@ -171,6 +188,7 @@ class CorpusCompressor:
             slots=cache.mean_slots,
             bytes=cache.nbytes,
             kl=kl,
+            supervision=encoded.supervision,
             seconds=seconds,
             file=cache_file(document.id),
             error=None,
@@ -185,6 +203,6 @@ class CorpusCompressor:
 
 def _reason(error: Exception) -> str:
     """Why a document has no cache, on one line."""
-    if isinstance(error, torch.OutOfMemoryError):
+    if not isinstance(error, InputError):
         return "the device has not enough memory for the document"
     return str(error)

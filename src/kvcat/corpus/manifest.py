@@ -30,6 +30,7 @@ class Row:
         slots: slots per layer and head on average.
         bytes: size of the cache in memory.
         kl: KL(dense || compact) on held-out positions, nats per token; None if not measured.
+        supervision: text to which the cache was fitted, "reconstruction" or "self".
         seconds: time that the cache cost.
         method: method with its options.
         model: name of the model.
@@ -45,6 +46,7 @@ class Row:
     slots: float | None
     bytes: int | None
     kl: float | None
+    supervision: str | None
     seconds: float
     method: str
     model: str
@@ -56,7 +58,7 @@ class Row:
     @classmethod
     def failed(cls, id: str, checksum: str, error: str, about: Mapping[str, str]) -> "Row":
         """The row of a document without a cache."""
-        nothing = dict.fromkeys(("tokens", "slots", "bytes", "kl", "file"))
+        nothing = dict.fromkeys(("tokens", "slots", "bytes", "kl", "supervision", "file"))
         return cls(
             id=id,
             checksum=checksum,
@@ -80,6 +82,7 @@ SCHEMA = pyarrow.schema(
         ("slots", pyarrow.float64()),
         ("bytes", pyarrow.int64()),
         ("kl", pyarrow.float64()),
+        ("supervision", pyarrow.string()),
         ("seconds", pyarrow.float64()),
         ("method", pyarrow.string()),
         ("model", pyarrow.string()),

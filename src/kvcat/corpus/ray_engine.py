@@ -5,6 +5,7 @@ Scheduling, retries of lost work and the number of actors are Ray Data's.
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.storage import open_storage
 from kvcat.corpus.store import open_writer
-from kvcat.models import load, load_tokenizer, model_name
+from kvcat.models import load, load_tokenizer, model_name, positions_of, read_config
 from kvcat.ray_cluster import (
     absolute,
     connect,
@@ -48,6 +49,7 @@ class RayCompressor:
     ) -> None:
         loaded, self._tokenizer = load(model, dtype=dtype, device=device)
         self._settings = settings
+        self._positions = positions_of(loaded.config)
         storage = open_storage(store)
         self._compress = CorpusCompressor(loaded, self._tokenizer, settings, storage)
 
@@ -59,8 +61,10 @@ class RayCompressor:
             for record in json.loads(content):
                 is_made = record.pop("is_made")
                 document = CorpusDocument(**record)
-                encoded = encode_document(document, self._tokenizer, self._settings)
-                batch.append(EncodedDocument(document, encoded.sequence, encoded.problem, is_made))
+                encoded = encode_document(
+                    document, self._tokenizer, self._settings, self._positions
+                )
+                batch.append(replace(encoded, is_made=is_made))
             rows = [row.record() for row in self._compress(batch)]
             results.append(json.dumps(rows))
         return {_BATCH: list(table[_BATCH]), _ROWS: results}
@@ -104,6 +108,7 @@ def compress_on_ray(
     corpus = Corpus.read(files)
     tokenizer = load_tokenizer(model)
     settings.check_tokenizer(tokenizer)
+    positions = positions_of(read_config(model))
     connect(address)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
@@ -116,7 +121,7 @@ def compress_on_ray(
     about = {**settings.record(), "dtype": dtype, **identity}
 
     def encode(document: CorpusDocument) -> EncodedDocument:
-        return encode_document(document, tokenizer, settings)
+        return encode_document(document, tokenizer, settings, positions)
 
     with open_writer(store, about) as writer:
         size = missing_in(writer.has, corpus)

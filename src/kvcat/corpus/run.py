@@ -18,7 +18,7 @@ from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.store import StoreWriter, open_writer
 from kvcat.errors import InputError
-from kvcat.models import model_name
+from kvcat.models import model_name, positions_of
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def fill_store(
     settings.check_model(about["fingerprint"], about["model"])
 
     def encode(document: CorpusDocument) -> EncodedDocument:
-        return encode_document(document, tokenizer, settings)
+        return encode_document(document, tokenizer, settings, positions_of(model.config))
 
     recorded = {**settings.record(), "dtype": dtype_name(model), **about}
     with open_writer(store, recorded, shard) as writer:

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from kvcat.choices import DocumentSupervision
 from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
-from kvcat.errors import InputError, check_least, finite
+from kvcat.errors import InputError, check_least, check_one_of, finite
 from kvcat.options import parse_spec
 from kvcat.text.template import ChatTemplate
 
@@ -25,7 +25,8 @@ class CorpusSettings:
         keep_ratio: fraction of the slots to keep, in (0, 1]; 0.1 if no number of slots is named.
         num_slots: instead, slots per layer and head on average, at least 1.
         bits: bits of keys and values in packed codes ("8" or "4"); None: ordinary numbers.
-        supervision: as in ``document_trace``.
+        supervision: as in ``document_trace``; a document that is too long to be repeated gets
+            "self", and its row says so.
         chat: documents open a user's turn in the tokenizer's chat template.
         room: tokens of question and answer, for rotary factors that depend on the length.
         seed: of randomised methods.
@@ -61,13 +62,11 @@ class CorpusSettings:
             if number is not None:
                 check_least(smallest, **{name: number})
                 object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
-        if self.supervision not in get_args(DocumentSupervision):
-            choices = ", ".join(get_args(DocumentSupervision))
-            raise InputError(f"supervision must be one of {choices}, not {self.supervision!r}")
+        check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
         name, options = parse_spec(self.method)
         if self.bits is not None and "bits" in options:
             raise InputError(f"bits {self.bits} and the bits of {self.method}: give one of them")
-        if self.supervision == "self" and (self.check or name == "gradient"):
+        if self.supervision == "self" and self.needs_copy:
             what = "check" if self.check else name
             raise InputError(
                 f"{what} needs supervision reconstruction: the document alone leaves nothing to "
@@ -75,6 +74,11 @@ class CorpusSettings:
             )
         self.compressor()
         object.__setattr__(self, "budgets", budget_digests(self.method))
+
+    @property
+    def needs_copy(self) -> bool:
+        """Whether a cache needs the copy of its document that follows it in reconstruction."""
+        return self.check or parse_spec(self.method)[0] == "gradient"
 
     def compressor(self) -> Compressor:
         """The method with its options, bits and seed.

@@ -1,6 +1,7 @@
 """The documents of a corpus: text files of a folder, rows of tables, data sets of the Hub."""
 
 import hashlib
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -18,11 +19,13 @@ from kvcat.data import (
     text_or_bytes,
 )
 from kvcat.errors import InputError, one_line
+from kvcat.files import MOST_TEXT_BYTES, parse_text
 from kvcat.hub import HUB_PREFIX
 from kvcat.text.encoder import repaired
 
 DEFAULT_TEXT_COLUMN = "text"
 DEFAULT_ID_COLUMN = "id"
+_ALSO_TEXT = (".json",)  # a document like any other; for training it is none
 
 
 @dataclass(frozen=True)
@@ -120,8 +123,8 @@ def corpus_files(
     """The files of a corpus; none is read yet.
 
     Args:
-        source: a folder of text files, ``.jsonl`` or ``.parquet`` files; one such file; or
-            ``hub:NAME[/CONFIG][@SPLIT]``.
+        source: a folder of text files (``.json`` too), ``.jsonl`` or ``.parquet`` files; one such
+            file; or ``hub:NAME[/CONFIG][@SPLIT]``.
         text_column, id_column: columns of a table.
         store: address of the store that will hold the caches, which must not be in the folder.
 
@@ -134,10 +137,11 @@ def corpus_files(
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
     if not source.startswith(HUB_PREFIX) and store and "://" not in store:
-        folder = Path(source).expanduser().resolve()
-        if Path(store).expanduser().resolve().is_relative_to(folder):
+        # Path.resolve raises an error of its own for a link that leads back to itself
+        folder = os.path.realpath(Path(source).expanduser())
+        if Path(os.path.realpath(Path(store).expanduser())).is_relative_to(folder):
             raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
-    files = open_source(source).files
+    files = open_source(source, also_text=_ALSO_TEXT).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
     if Path(source).expanduser().is_file() and not source.endswith(known):
         raise InputError(
@@ -190,19 +194,14 @@ def _text_document(file: SourceFile) -> CorpusDocument:
     name = repaired(file.name)
     try:
         with fsspec.open(file.url, "rb") as raw:
-            data: bytes = raw.read()  # pyright: ignore[reportAttributeAccessIssue]
+            stream: Any = raw
+            data: bytes = stream.read(MOST_TEXT_BYTES + 1)
     except Exception as error:  # clients of the network raise anything
         return CorpusDocument(name, problem=f"the file cannot be read: {one_line(error)}")
-    if b"\0" in data:
-        return CorpusDocument(name, problem="the file is not text: it has a zero byte")
     try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        return CorpusDocument(
-            name, problem=f"the file is not UTF-8 text: {error.reason} at byte {error.start}"
-        )
-    # as `kvcat compress --text` reads it
-    return CorpusDocument(name, text.replace("\r\n", "\n").replace("\r", "\n"))
+        return CorpusDocument(name, parse_text(data, "the file"))
+    except InputError as error:
+        return CorpusDocument(name, problem=str(error))
 
 
 def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> CorpusDocument:

@@ -23,6 +23,7 @@ import pyarrow
 from pyarrow import parquet
 
 from kvcat.errors import InputError, one_line
+from kvcat.files import MOST_TEXT_BYTES
 from kvcat.hub import HUB_PREFIX, HubDataSet
 from kvcat.text.encoder import repaired
 
@@ -131,12 +132,15 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
     return (document for file in files for _, document in read_documents(file))
 
 
-def open_source(name: str, *, revision: str | None = None) -> Source:
+def open_source(
+    name: str, *, revision: str | None = None, also_text: tuple[str, ...] = ()
+) -> Source:
     """The files of a source; none is read yet.
 
     Args:
         name: as in ``open_documents``.
         revision: commit of a Hub data set; None: the newest.
+        also_text: suffixes of further files in a local folder that are read as plain text.
     """
     if name.startswith(HUB_PREFIX):
         return _hub_source(name, revision)
@@ -144,7 +148,7 @@ def open_source(name: str, *, revision: str | None = None) -> Source:
     if local_name == INSTALLED and name != INSTALLED:
         raise InputError(f"{READ_WHOLE}: give {INSTALLED}, not {name}")
     path = Path(local_name).expanduser()
-    files = _installed_files() if local_name == INSTALLED else _local_files(path)
+    files = _installed_files() if local_name == INSTALLED else _local_files(path, also_text)
     sizes = [f"{file.name} {Path(file.url).stat().st_size}" for file in files]
     return Source(name, tuple(files), _digest(sizes))
 
@@ -263,9 +267,12 @@ def text_or_bytes(value: Any) -> Any:
 def _json_lines(raw: Any) -> Iterator[bytes]:
     """The lines of an open file that are not blank."""
     with BufferedReader(raw, BUFFER_BYTES) as lines:
-        for line in lines:
+        while line := lines.readline(MOST_TEXT_BYTES + 1):
             if line.strip():
-                yield line
+                yield line  # one that is too long is rejected by row_columns
+            remaining = line
+            while len(remaining) > MOST_TEXT_BYTES and not remaining.endswith(b"\n"):
+                remaining = lines.readline(MOST_TEXT_BYTES + 1)
 
 
 def _text_pieces(raw: Any, file: SourceFile) -> Iterator[dict[str, str]]:
@@ -295,6 +302,8 @@ def row_columns(
     if isinstance(values, dict):
         return values, False
     where = f"row {row} of {file.url}"
+    if len(values) > MOST_TEXT_BYTES:
+        raise InputError(f"{where} is longer than {MOST_TEXT_BYTES >> 20} MiB")
     try:
         columns, is_damaged = _json_value(values)
     except (ValueError, RecursionError) as error:
@@ -394,7 +403,7 @@ def _python_files(root: Path) -> Iterator[Path]:
                 yield Path(folder, file)
 
 
-def _local_files(path: Path) -> list[SourceFile]:
+def _local_files(path: Path, also_text: tuple[str, ...]) -> list[SourceFile]:
     """The files of a folder, or the named file itself."""
     if path.is_file():
         is_json = path.name.endswith(HUB_LINES_SUFFIXES)
@@ -406,7 +415,7 @@ def _local_files(path: Path) -> list[SourceFile]:
         raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
     files = []
     for file in sorted(path.rglob("*")):
-        kind = _kind(file.name)
+        kind = _kind(file.name) or ("text" if file.name.endswith(also_text) else None)
         if kind is not None and file.is_file():
             files.append(SourceFile(file.relative_to(path).as_posix(), str(file), kind))
     if not files:

@@ -26,6 +26,7 @@ PROBE = (
     "\u00dcber \u0434\u043e\u043c \u6771\u4eac \u0639\u0631\u0628\u064a e\u0301 "
     "\U0001f98a  <|endoftext|></s><s> _a__b CamelCase\u00a0x"
 )
+_PIECE_CHARACTERS = 1 << 20
 BATCH_DOCUMENTS = 64
 MIN_SEQUENCES = 2  # of an excerpt, so that most sequences lie within one document
 # documents, and characters of each, that are encoded to count characters per token
@@ -84,13 +85,27 @@ class Encoder:
 
         All cores are used unless TOKENIZERS_PARALLELISM=false.
         """
-        self.backend.encode_special_tokens = True  # as text
-        encoded = self.backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        bodies = [
-            as_text(document.ids, text, self._whole, self.control, self.unknown)
-            for document, text in zip(encoded, texts, strict=True)
+        return [
+            np.array([*self.opening, *body, self.eos], self.dtype) for body in self._bodies(texts)
         ]
-        return [np.array([*self.opening, *body, self.eos], self.dtype) for body in bodies]
+
+    def _bodies(self, texts: Sequence[str]) -> list[list[int]]:
+        """The token ids of the texts alone.
+
+        A very long text is encoded in pieces: encoding takes hundreds of bytes per character.
+        """
+        by_text = [_pieces(text) for text in texts]
+        flat = [piece for pieces in by_text for piece in pieces]
+        self.backend.encode_special_tokens = True  # as text
+        encoded = iter(self.backend.encode_batch_fast(flat, add_special_tokens=False))
+        bodies = []
+        for pieces in by_text:
+            body: list[int] = []
+            for piece in pieces:
+                ids = next(encoded).ids
+                body += as_text(ids, piece, self._whole, self.control, self.unknown)
+            bodies.append(body)
+        return bodies
 
     def _whole(self, text: str) -> list[int]:
         """Token ids of a text, control tokens among them."""
@@ -109,6 +124,18 @@ class Encoder:
         """The smallest type that holds every token id: little-endian uint16 or int32."""
         largest = max(self.backend.get_vocab(with_added_tokens=True).values())
         return np.dtype("<u2" if largest < 1 << 16 else "<i4")
+
+
+def _pieces(text: str) -> list[str]:
+    """A text as pieces of at most ``_PIECE_CHARACTERS``, cut at line ends where there are some."""
+    pieces = []
+    start = 0
+    while len(text) - start > _PIECE_CHARACTERS:
+        end = start + _PIECE_CHARACTERS
+        end = text.rfind("\n", start, end) + 1 or end
+        pieces.append(text[start:end])
+        start = end
+    return [*pieces, text[start:]]
 
 
 def pack(

@@ -30,8 +30,9 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.data.rows import read_rows
-from kvcat.errors import InputError, check_least, one_line
+from kvcat.errors import InputError, check_least, one_line, unknown_name
 from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.extras import install_command
 from kvcat.text.encoder import closing_ids, opening_ids
 
 Row = Mapping[str, Any]
@@ -169,7 +170,7 @@ def make_task(
     check_least(1, num_examples=num_examples)
     for task in tasks or ():
         if task not in TASKS:
-            raise InputError(f"no QA task {task!r}; there are {', '.join(TASKS)}")
+            raise unknown_name("QA task", task, TASKS)
     samples = []
     for task, source in _sources(folder, tasks).items():
         examples = read_examples(task, source)
@@ -314,7 +315,7 @@ class QATask(Task):
             raise InputError(f"qa needs the tokenizer of model {label!r}")
         if find_spec("lm_eval") is None:
             raise InputError(
-                "multiple choice needs lm-evaluation-harness: pip install 'kvcat[harness]'"
+                f"multiple choice needs lm-evaluation-harness: {install_command('harness')}"
             )
         if closing_ids(tokenizer) and not hasattr(tokenizer, "backend_tokenizer"):
             raise InputError(f"model {label!r}: its slow tokenizer adds tokens after each text")

@@ -6,7 +6,7 @@ import pkgutil
 from typing import Any
 
 from kvcat import plugins
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
 from kvcat.evals import evaluations
 from kvcat.evals.evaluation import Evaluation
 from kvcat.stats.metrics import METRICS, Metric, register_metrics
@@ -29,7 +29,7 @@ def find_evaluation(name: str) -> type[Evaluation]:
         return _built_in(name)
     plugins.check_new_names(plugins.EVALUATIONS, set(_built_in_names()))
     if name not in plugins.plugin_names(plugins.EVALUATIONS):
-        raise InputError(f"no evaluation {name!r}; there are {', '.join(evaluation_names())}")
+        raise unknown_name("evaluation", name, evaluation_names())
     kind = plugins.load_plugin(plugins.EVALUATIONS, name)
     if not (isinstance(kind, type) and issubclass(kind, Evaluation)):
         raise InputError(f"plug-in {name!r} is not a subclass of Evaluation: {kind!r}")

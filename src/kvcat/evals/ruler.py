@@ -11,7 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.choices import Bos
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, unknown_name
 from kvcat.evals.answers import Question, QuestionTask, answer_ids
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, pick, shuffled
 from kvcat.evals.task import Values, vocabulary
@@ -88,7 +88,7 @@ def make_task(
     check_least(1, per_task=per_task)
     for name in names:
         if name not in RULER_TASKS:
-            raise InputError(f"no RULER task {name!r}; there are {', '.join(RULER_TASKS)}")
+            raise unknown_name("RULER task", name, RULER_TASKS)
     pieces = Pieces(tokenizer)
     opening = tuple(opening_ids(tokenizer, bos))
     num_tokens = length - len(opening)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.compress.calibration import budget_digests
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, unknown_name
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.evaluation import ReportFacts
 from kvcat.evals.records import ResultsFolder, Shard
@@ -423,8 +423,7 @@ def _primary_cell(
     if (method, keep_ratio) not in cells:
         raise InputError(f"primary cell: {method} at keep ratio {keep_ratio:g} is not evaluated")
     if metric not in facts.metrics:
-        names = ", ".join(facts.metrics)
-        raise InputError(f"primary cell: no metric {metric!r}; there are {names}")
+        raise unknown_name("metric of the primary cell", metric, facts.metrics)
     cell = {"method": method, "keep_ratio": keep_ratio, "metric": metric}
     if primary is not None:
         cell["named"] = True

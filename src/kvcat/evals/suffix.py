@@ -18,7 +18,7 @@ from kvcat.compress import Trace, compare, trace
 from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.data import Document, Split, open_documents, split_documents
 from kvcat.data.rows import data_name
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, check_one_of
 from kvcat.evals.task import (
     Baseline,
     Prepared,
@@ -337,9 +337,7 @@ class SuffixTask(Task):
     baselines: ClassVar[tuple[Baseline, ...]] = ()
 
     def __post_init__(self) -> None:
-        if self.supervision not in SUPERVISIONS:
-            names = ", ".join(SUPERVISIONS)
-            raise InputError(f"supervision must be one of {names}, not {self.supervision!r}")
+        check_one_of("supervision", self.supervision, SUPERVISIONS)
         shapes = {(window.prefix_len, window.suffix_len) for window in self.examples}
         if len(shapes) > 1:
             raise InputError(f"windows have unequal lengths (prefix, suffix): {sorted(shapes)}")

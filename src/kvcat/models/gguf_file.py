@@ -16,6 +16,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from kvcat.errors import InputError, one_line
+from kvcat.extras import install_command
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _ROPE_FREQS = "rope_freqs.weight"
@@ -105,7 +106,7 @@ class _Header:
 def check_gguf_reader(name: str | Path) -> None:
     """Raise ``InputError`` if the package that reads .gguf files is missing."""
     if find_spec("gguf") is None:
-        raise InputError(f"{name} is in a GGUF file: pip install 'kvcat[gguf]' to read it")
+        raise InputError(f"{name} is in a GGUF file; to read it: {install_command('gguf')}")
 
 
 def tokenizer_settings(path: Path) -> Mapping[str, Any]:

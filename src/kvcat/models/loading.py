@@ -8,6 +8,7 @@ import sys
 import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from transformers.utils import logging
 
 from kvcat.cache import check_no_adapters
-from kvcat.errors import InputError, one_line
+from kvcat.errors import InputError, check_kind, check_one_of, one_line, unknown_name
 from kvcat.files import atomic_write, check_new_folder, make_folder, read_json, write_json
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
@@ -65,9 +66,9 @@ def load(
         InputError: unknown dtype or absent device; missing, incomplete or corrupt files; a Hub name
             without network; an unknown or unsupported architecture.
     """
-    if dtype not in DTYPES:
-        raise InputError(f"unknown dtype {dtype!r}: choose from {', '.join(DTYPES)}")
+    check_one_of("dtype", dtype, DTYPES)
     torch_device = parse_device(device)
+    check_kind((str, PathLike), "a folder, a file or a name", name_or_path=name_or_path)
     path = local_folder(name_or_path)
     _check_config(path)
     loaded_tokenizer = load_tokenizer(path) if tokenizer else None
@@ -153,7 +154,7 @@ def get(name: str) -> Path:
             deliver the file with the expected checksum.
     """
     if name != SMOLLM2:
-        raise InputError(f"no model {name!r} to get: choose from {SMOLLM2}")
+        raise unknown_name("model to get", name, [SMOLLM2])
     target = models_home() / name
     if target.is_dir():
         _split_digits(target / "tokenizer.json")
@@ -209,6 +210,7 @@ def parse_device(device: str) -> torch.device:
     Raises:
         InputError: torch does not know it or cannot use it here.
     """
+    check_kind((str, torch.device), "the name of a torch device", device=device)
     try:
         parsed = torch.device(device)
         torch.empty(0, device=parsed)

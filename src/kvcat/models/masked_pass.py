@@ -15,7 +15,7 @@ from kvcat.attention.interface import Decision
 from kvcat.cache import layer_windows, recurrent_layers
 from kvcat.errors import InputError, finite, whole
 from kvcat.models.structure import decoder_layers, hidden_states
-from kvcat.policies import Randomness, SparsificationPolicy, check_group_starts, gate
+from kvcat.policies import SparsificationPolicy, check_group_starts, gate
 from kvcat.types import Float, Int, Tensor
 
 
@@ -46,8 +46,8 @@ class KVPass:
         masked_pass: the module that runs it.
         batch: number of sequences.
         prefix_len: as in ``MaskedPass.hidden``.
-        generator: one number per group is drawn from each and seeds that group's draws. So a layer
-            that runs again makes the same draws as before.
+        generators: one per sequence. One number per group is drawn from each and seeds that
+            group's draws, so that a layer that runs again makes the same draws as before.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class KVPass:
         masked_pass: "MaskedPass",
         batch: int,
         prefix_len: int | None,
-        generator: Randomness | None,
+        generators: Sequence[torch.Generator] | None,
     ):
         self.policies = masked_pass.policies
         self.tau = masked_pass.tau
@@ -64,9 +64,8 @@ class KVPass:
         self.prefix_len = prefix_len
         self.gates: dict[int, SlotGate] = {}
         self.scores: dict[int, Tensor] = {}
-        self._draws_by_sequence = isinstance(generator, Sequence)
         self._seeds: dict[int, list[int]] = {start: [] for start in masked_pass.group_starts}
-        for source in _generators(generator):
+        for source in generators or ():
             shape = (len(masked_pass.group_starts),)
             seeds = torch.randint(2**62, shape, generator=source, device=source.device).tolist()
             for start, seed in zip(masked_pass.group_starts, seeds, strict=True):
@@ -88,7 +87,7 @@ class KVPass:
         seen = masked_rows if self.prefix_len is None else prefix
         if self.detach_prefix:
             seen = seen.detach()
-        scores = policy(seen, generator=self._generator(start))
+        scores = policy(seen, generators=self._generators(start))
         self.scores[start] = scores
         self.gates[start] = self._gate(gate(scores, self.tau))
 
@@ -118,24 +117,16 @@ class KVPass:
             keys[: self.batch, :, : self.prefix_len],
             scale=scale,
             window=window,
-            generator=self._generator(start),
+            generators=self._generators(start),
             **options,
         )
         self.scores[start] = scores
         return gate(scores, self.tau)
 
-    def _generator(self, start: int) -> Randomness | None:
-        """The source of a group's draws, newly seeded."""
+    def _generators(self, start: int) -> list[torch.Generator] | None:
+        """The sources of a group's draws, one per sequence, newly seeded; None: there are none."""
         sources = [torch.Generator().manual_seed(seed) for seed in self._seeds[start]]
-        if self._draws_by_sequence:
-            return sources
-        return sources[0] if sources else None
-
-
-def _generators(generator: Randomness | None) -> list[torch.Generator]:
-    if generator is None:
-        return []
-    return [generator] if isinstance(generator, torch.Generator) else list(generator)
+        return sources or None
 
 
 class LayerHook:
@@ -243,7 +234,7 @@ class MaskedPass(nn.Module):
     def hidden(
         self,
         input_ids: Int[Tensor, "batch tokens"],
-        generator: Randomness | None = None,
+        generators: Sequence[torch.Generator] | None = None,
         *,
         prefix_len: int | None = None,
     ) -> HiddenOutput:
@@ -251,8 +242,8 @@ class MaskedPass(nn.Module):
 
         Args:
             input_ids: token ids without padding.
-            generator: source of random masks, one or one per sequence. One number per group is
-                drawn from each.
+            generators: sources of random masks, one per sequence. One number per group is drawn
+                from each.
             prefix_len: tokens before the part that the masked pass runs; None: it runs all.
 
         Raises:
@@ -264,7 +255,7 @@ class MaskedPass(nn.Module):
             raise InputError("this masked pass is closed")
         if prefix_len is not None and not 0 < whole("prefix_len", prefix_len) < num_tokens:
             raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
-        kv_pass = KVPass(self, batch, prefix_len, generator)
+        kv_pass = KVPass(self, batch, prefix_len, generators)
         inputs = {"input_ids": input_ids.repeat(2, 1)}
         if prefix_len is not None:
             inputs = _suffix_again(input_ids, prefix_len)

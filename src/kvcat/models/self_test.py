@@ -44,7 +44,7 @@ class _FixedScores(SparsificationPolicy):
         super().__init__()
         self.scores = nn.Parameter(scores.clone())
 
-    def forward(self, hidden: Tensor, generator: object = None) -> Tensor:  # noqa: ARG002
+    def forward(self, hidden: Tensor, generators: object = None) -> Tensor:  # noqa: ARG002
         return self.scores
 
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 
 from kvcat import plugins
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
 from kvcat.options import check_typed_options, parse_spec
 from kvcat.policies._base import (
-    Randomness,
     SparsificationPolicy,
     check_group_starts,
     gate,
@@ -31,7 +30,6 @@ __all__ = [
     "POLICIES",
     "AttentionMassPolicy",
     "RandomPolicy",
-    "Randomness",
     "Router",
     "SparsificationPolicy",
     "build_policies",
@@ -120,7 +118,7 @@ def _make_function(name: str) -> Callable[..., SparsificationPolicy]:
         return POLICIES[name]
     plugins.check_new_names(plugins.POLICIES, set(POLICIES))
     if name not in policy_names():
-        raise InputError(f"unknown policy {name!r}: choose from {', '.join(policy_names())}")
+        raise unknown_name("policy", name, policy_names())
     make: Any = plugins.load_plugin(plugins.POLICIES, name)
     if not callable(make):
         raise InputError(f"plug-in {name!r} is no function that makes a policy: {make!r}")

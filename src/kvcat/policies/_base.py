@@ -1,7 +1,7 @@
 """The base of sparsification policies, the gate made from scores, and the groups of layers."""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from decimal import Decimal
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -12,10 +12,6 @@ from torch import nn
 from kvcat.errors import InputError, finite
 from kvcat.types import Float, Tensor
 
-Randomness = torch.Generator | Sequence[torch.Generator]
-"""One source for all sequences of a batch, or one for each: then a sequence's draw does not depend
-on its batch."""
-
 
 class SparsificationPolicy(nn.Module):
     """A score in [0, 1] for every token: which KV slots the masked pass may see in some layers.
@@ -24,18 +20,19 @@ class SparsificationPolicy(nn.Module):
     forward pass, at the first layer of its group. Its scores serve all layers of the group.
     ``reads`` decides how it is called:
 
-    - ``"hidden"``: ``policy(hidden, generator=None)`` with the hidden states of the masked pass
+    - ``"hidden"``: ``policy(hidden, generators=None)`` with the hidden states of the masked pass
       before that layer, (batch, tokens, hidden);
-    - ``"attention"``: ``policy(queries, keys, *, scale, window=None, generator=None)`` with the
+    - ``"attention"``: ``policy(queries, keys, *, scale, window=None, generators=None)`` with the
       queries (batch, heads, tokens, head_dim) and keys (batch, kv_heads, tokens, head_dim) of the
       dense pass in that layer, after rotation; its scale; and its sliding window in tokens, if it
       has one. In models with attention sinks (gpt-oss) it also gets ``sinks``, the logits of the
       query heads' sinks; a policy without this argument is rejected there. Such a policy has no
       parameters.
 
-    Both return (batch, tokens), float32 or wider. ``generator`` (``Randomness``) is the only source
-    of chance. If a policy reads ``"hidden"`` and has parameters, its scores carry a gradient and
-    the budget loss applies to them.
+    Both return (batch, tokens), float32 or wider. ``generators``, a list with one
+    ``torch.Generator`` per sequence, is the only source of chance: a sequence's draw does not
+    depend on the others in its batch. If a policy reads ``"hidden"`` and has parameters, its scores
+    carry a gradient and the budget loss applies to them.
     """
 
     reads: ClassVar[Literal["hidden", "attention"]]

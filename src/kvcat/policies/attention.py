@@ -1,11 +1,12 @@
 """The fixed policy that keeps the slots with the most attention."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 
 from kvcat.attention.mass import attention_mass
-from kvcat.policies._base import ExactCount, Randomness
+from kvcat.policies._base import ExactCount
 from kvcat.types import Float, Tensor
 
 
@@ -29,7 +30,7 @@ class AttentionMassPolicy(ExactCount):
         scale: float,
         window: int | None = None,
         sinks: Float[Tensor, " heads"] | None = None,
-        generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
+        generators: Sequence[torch.Generator] | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, in float32, or float64 if the queries have that type."""
         mass = attention_mass(queries, keys, scale=scale, window=window, sinks=sinks)

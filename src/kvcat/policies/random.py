@@ -1,11 +1,12 @@
 """The fixed policy that drops slots at random."""
 
+from collections.abc import Sequence
 from typing import ClassVar, Literal
 
 import torch
 
 from kvcat.errors import InputError
-from kvcat.policies._base import ExactCount, Randomness
+from kvcat.policies._base import ExactCount
 from kvcat.types import Float, Tensor
 
 
@@ -21,32 +22,27 @@ class RandomPolicy(ExactCount):
     reads: ClassVar[Literal["hidden", "attention"]] = "hidden"
 
     def forward(
-        self, hidden: Float[Tensor, "batch tokens hidden"], generator: Randomness | None = None
+        self,
+        hidden: Float[Tensor, "batch tokens hidden"],
+        generators: Sequence[torch.Generator] | None = None,
     ) -> Float[Tensor, "batch tokens"]:
         """Scores, 0 or 1, in float32, or float64 if the hidden states have that type.
 
         Args:
             hidden: only their shape, dtype and device count.
-            generator: one, or one per sequence; the draw advances its state. It is required.
+            generators: one per sequence; a draw advances its state. They are required.
         """
-        if generator is None:
-            reason = "its draws never come from the global random state"
-            raise InputError(f"RandomPolicy needs a torch.Generator: {reason}")
         batch, num_tokens, _ = hidden.shape
-        if isinstance(generator, torch.Generator):
-            noise = _noise(generator, batch, num_tokens)
-        else:
-            noise = torch.cat([_noise(source, 1, num_tokens) for source in generator])
+        if generators is None or len(generators) != batch:
+            reason = "its draws never come from the global random state"
+            raise InputError(f"RandomPolicy needs a torch.Generator for each sequence: {reason}")
+        noise = torch.stack([_noise(generator, num_tokens) for generator in generators])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return self.keep_largest(-noise).to(hidden.device, wide)
 
 
-def _noise(
-    generator: torch.Generator, batch: int, num_tokens: int
-) -> Float[Tensor, "batch tokens"]:
-    return torch.rand(
-        batch, num_tokens, generator=generator, device=generator.device, dtype=torch.float64
-    )
+def _noise(generator: torch.Generator, num_tokens: int) -> Float[Tensor, " tokens"]:
+    return torch.rand(num_tokens, generator=generator, device=generator.device, dtype=torch.float64)
 
 
 def make(*, target: float, **_: object) -> RandomPolicy:

@@ -1,5 +1,6 @@
 """The paper's learned policy."""
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -7,7 +8,7 @@ from torch import nn
 from torch.nn import functional
 
 from kvcat.errors import InputError, check_least, finite
-from kvcat.policies._base import Randomness, SparsificationPolicy
+from kvcat.policies._base import SparsificationPolicy
 from kvcat.types import Float, Tensor
 
 _CHUNK_TOKENS = 64
@@ -72,7 +73,7 @@ class Router(SparsificationPolicy):
     def forward(
         self,
         hidden: Float[Tensor, "batch tokens hidden"],
-        generator: Randomness | None = None,  # noqa: ARG002 (the protocol's)
+        generators: Sequence[torch.Generator] | None = None,  # noqa: ARG002 (the protocol's)
     ) -> Float[Tensor, "batch tokens"]:
         """Keep probabilities p, in [0, 1]; p_t depends on positions up to t only."""
         wide = torch.promote_types(self.alpha.dtype, torch.float32)

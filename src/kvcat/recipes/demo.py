@@ -13,7 +13,7 @@ from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
 from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
-from kvcat.report import overview_text, read_results, write_report
+from kvcat.report import Results, overview_text, read_results, write_report
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 
@@ -30,41 +30,31 @@ class DemoPlan:
         methods: compression methods to compare on the base, the default first.
         num_windows: number of held-out windows for this, 384 + 128 tokens each.
         keep_ratios: keep ratios of all methods.
-        max_steps: training steps of KV-CAT and of the control.
+        max_steps: training steps of KV-CAT and of the control; 0: nothing is trained.
         batch_size, seq_len: batch size and sequence length of both.
         num_validations: number of validations during training.
         trained_methods: compression methods for the trained models.
         trained_windows: number of held-out windows for these, 768 + 256 tokens each.
         trained_keep_ratios: keep ratios for these.
-        can_judge: whether training is long enough for a verdict on it.
     """
 
     name: str
     methods: tuple[str, ...]
     num_windows: int
-    max_steps: int
-    batch_size: int
-    seq_len: int
-    num_validations: int
-    trained_methods: tuple[str, ...]
-    trained_windows: int
+    max_steps: int = 0
+    batch_size: int = 4
+    seq_len: int = 512
+    num_validations: int = 4
+    trained_methods: tuple[str, ...] = ()
+    trained_windows: int = 0
     keep_ratios: tuple[float, ...] = KEEP_RATIOS
     trained_keep_ratios: tuple[float, ...] = KEEP_RATIOS
-    can_judge: bool = True
 
 
 QUICK = DemoPlan(
     name="quick",
     methods=("attention-matching", "snapkv", "streaming"),
     num_windows=8,
-    max_steps=16,
-    batch_size=4,
-    seq_len=512,
-    num_validations=2,
-    trained_methods=("attention-matching",),
-    trained_windows=6,
-    trained_keep_ratios=(0.1,),
-    can_judge=False,
 )
 STANDARD = DemoPlan(
     name="standard",
@@ -151,33 +141,44 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu") -
     evaluate(task, {BASE: (model, tokenizer)}, plan.methods, plan.keep_ratios, folder, seeds=[seed])
     compression = read_results(folder)
     print("\n" + overview_text(compression))
-    print("2. Training: the paper's method, and a control on the same tokens.", flush=True)
-    folders = {BASE: BASE_NAME, **_train_both(plan, out, seed=seed, device=device)}
-    models = {label: load(folder, device=device) for label, folder in folders.items()}
-    task = make_task(tokenizer, windows=plan.trained_windows)
-    folder = out / "training"
-    evaluate(
-        task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed]
-    )  # caches are fitted to the suffix, as in the paper
-    training = read_results(folder)
-    print("\n" + overview_text(training))
-    answers = {
-        **compression_verdicts(compression),
-        **training_verdicts(training, can_judge=plan.can_judge),
-    }
+    results = [compression]
+    answers = compression_verdicts(compression)
+    runs: dict[str, Path] = {}
+    title = "KV-cache compression on a small model of Python source code"
+    if plan.max_steps:
+        training = _evaluate_training(plan, out, seed=seed, device=device)
+        print("\n" + overview_text(training))
+        results.append(training)
+        answers |= training_verdicts(training)
+        runs = {"KV-CAT": out / "kv-cat", "control": out / "control"}
+        title = "KV-cache compression, and KV-CAT training, on a small model of Python source code"
     page = write_report(
-        [compression, training],
+        results,
         out / "report",
-        title="KV-cache compression, and KV-CAT training, on a small model of Python source code",
+        title=title,
         answers=answers,
-        runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
-        context={"plan": plan.name, "training seed": str(seed), "base": BASE_NAME},
+        runs=runs,
+        context={"plan": plan.name, "seed": str(seed), "base": BASE_NAME},
     )
     _print_answers(answers)
     print(f"\nReport: {page}")
     real = "kvcat get smollm2-135m"
     print(f"This model has a million parameters and reads Python alone. A real one: {real}")
     return page
+
+
+def _evaluate_training(plan: DemoPlan, out: Path, *, seed: int, device: str) -> Results:
+    """Results of the base, the control and KV-CAT, after training the latter two."""
+    print("2. Training: the paper's method, and a control on the same tokens.", flush=True)
+    folders = {BASE: BASE_NAME, **_train_both(plan, out, seed=seed, device=device)}
+    models = {label: load(folder, device=device) for label, folder in folders.items()}
+    tokenizer = models[BASE][1]
+    task = make_task(tokenizer, windows=plan.trained_windows)
+    folder = out / "training"
+    evaluate(
+        task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed]
+    )  # caches are fitted to the suffix, as in the paper
+    return read_results(folder)
 
 
 def _train_both(plan: DemoPlan, out: Path, *, seed: int, device: str) -> dict[str, str]:

@@ -8,7 +8,6 @@ from kvcat.report import Results
 
 SAME_TOKENS = 0.95
 """The share of equal next tokens that the answer on sizes asks for."""
-_NOT_JUDGED = "Not judged: a quick run trains for too few steps."
 
 
 def compression_verdicts(results: Results) -> dict[str, str]:
@@ -19,23 +18,19 @@ def compression_verdicts(results: Results) -> dict[str, str]:
     }
 
 
-def training_verdicts(results: Results, *, can_judge: bool = True) -> dict[str, str]:
-    """Answers on KV-CAT against the control, by question.
-
-    ``can_judge`` is whether the runs were long enough; if not, the answers say only that.
-    """
+def training_verdicts(results: Results) -> dict[str, str]:
+    """Answers on KV-CAT against the control, by question."""
     rows = results.pair_rows["KV-CAT", "control"]
     method = results.methods[0]
     rows = rows[rows["final"] & (rows["method"] == method)]
     keep_ratio = min(rows["keep_ratio"], key=lambda keep: abs(math.log(keep / 0.1)))
     rows = rows[rows["keep_ratio"] == keep_ratio].set_index("metric")
     size = f"{_percent(keep_ratio)} of the slots"
-    answers = {
+    return {
         "Do caches compress better after KV-CAT training?": _better_answer(rows.loc["kl"], size),
         "What does the training cost?": _cost_answer(rows.loc["nll_dense"]),
         "Does it pay, compression included?": _sum_answer(rows.loc["nll"], size),
     }
-    return answers if can_judge else dict.fromkeys(answers, _NOT_JUDGED)
 
 
 def _loss_answer(results: Results) -> str:

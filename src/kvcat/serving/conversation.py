@@ -9,6 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CACHE_NAME, CompactCache, cache_argument
 from kvcat.compress import question_ids
 from kvcat.generate import Answer, Sampling, TakeText, answer, answer_length, end_tokens
+from kvcat.models import positions_of
 from kvcat.text.encoder import TextEncoder, check_text
 from kvcat.text.template import ChatTemplate
 
@@ -82,7 +83,9 @@ class Conversation:
 
     def _next_ids(self, text: str) -> list[int]:
         """All tokens after the document when the question is asked."""
-        first = question_ids(self.tokenizer, text, cache=self.cache)[0].tolist()
+        first = question_ids(
+            self.tokenizer, text, cache=self.cache, positions=positions_of(self.model.config)
+        )[0].tolist()
         if not self.messages:
             return first
         check_text(text, "the question")

@@ -25,6 +25,7 @@ from kvcat.generate import (
     batch_size,
     stop_tokens,
 )
+from kvcat.models import positions_of
 from kvcat.serving.recent import RecentlyUsed
 from kvcat.serving.requests import chat_ids, prompt_ids
 
@@ -317,7 +318,13 @@ class Engine:
         make_ids = chat_ids if question.is_chat else prompt_ids
         is_chat = cache.metadata.get("chat") == "yes"
         template = cache.metadata.get("chat_template", "")
-        new = make_ids(self._tokenizer, question.content, chat=is_chat, chat_template=template)
+        new = make_ids(
+            self._tokenizer,
+            question.content,
+            chat=is_chat,
+            chat_template=template,
+            positions=positions_of(self._model.config),
+        )
         ids = torch.tensor([new], device=self._model.device)
         sampling = question.sampling
         stop_tokens(self._tokenizer, sampling.stop)

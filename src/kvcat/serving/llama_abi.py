@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from kvcat.errors import InputError
+from kvcat.extras import install_command
 from kvcat.serving.prefix import Prefix
 from kvcat.serving.widen import interleaved
 from kvcat.types import Float, Tensor, UInt8
@@ -136,7 +137,7 @@ def _installed_library() -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec else []
     libraries = sorted(file for folder in folders for file in Path(folder).glob("xllamacpp*.so"))
     if not libraries:
-        raise InputError("llama.cpp is not installed: pip install 'kvcat[llama-cpp]'")
+        raise InputError(f"llama.cpp is not installed: {install_command('llama-cpp')}")
     return libraries[0]
 
 

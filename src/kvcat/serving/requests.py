@@ -6,6 +6,7 @@ under the same name.
 """
 
 import re
+import sys
 from abc import ABC, abstractmethod
 from functools import lru_cache
 from pathlib import Path
@@ -123,7 +124,14 @@ def request_fields(
     }
 
 
-def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool, chat_template: str = "") -> list[int]:
+def prompt_ids(
+    tokenizer: Any,
+    prompt: object,
+    *,
+    chat: bool,
+    chat_template: str = "",
+    positions: int = sys.maxsize,
+) -> list[int]:
     """Token ids of the text after the document.
 
     Args:
@@ -131,9 +139,11 @@ def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool, chat_template: str
         prompt: a text, or token ids, which are returned unchanged.
         chat: the document opens a user's turn in the chat template, and the text ends this turn.
         chat_template: digest of that template; empty: it is not known, and not checked.
+        positions: of the model. A text with many more tokens is rejected before all of it is
+            encoded.
 
     Raises:
-        InputError: no prompt, or another chat template.
+        InputError: no prompt, one that is too long, or another chat template.
     """
     if isinstance(prompt, list) and prompt and all(type(token) is int for token in prompt):
         return prompt
@@ -141,10 +151,17 @@ def prompt_ids(tokenizer: Any, prompt: object, *, chat: bool, chat_template: str
         raise InputError("prompt must be one text or one list of token ids")
     if chat:
         ChatTemplate(tokenizer).check(chat_template)
-    return question_ids(tokenizer, prompt, chat=chat)[0].tolist()
+    return question_ids(tokenizer, prompt, chat=chat, positions=positions)[0].tolist()
 
 
-def chat_ids(tokenizer: Any, messages: object, *, chat: bool, chat_template: str = "") -> list[int]:
+def chat_ids(
+    tokenizer: Any,
+    messages: object,
+    *,
+    chat: bool,
+    chat_template: str = "",
+    positions: int = sys.maxsize,
+) -> list[int]:
     """Token ids of a conversation that continues the document's turn.
 
     All messages must be texts, and the first one the user's.
@@ -152,7 +169,7 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool, chat_template: str
     Args:
         tokenizer: tokenizer of the served model.
         messages: of the conversation.
-        chat, chat_template: as in ``prompt_ids``.
+        chat, chat_template, positions: as in ``prompt_ids``.
 
     Raises:
         InputError: a document compressed without ``--chat`` or in another chat template, other
@@ -173,7 +190,9 @@ def chat_ids(tokenizer: Any, messages: object, *, chat: bool, chat_template: str
         if not isinstance(role, str):
             raise InputError(f"message {number} has the role {role!r}, which is no text")
     conversation = [{**turn, "content": text} for turn, text in zip(turns, texts, strict=True)]
-    return template.conversation(conversation, TextEncoder(tokenizer))
+    encoder = TextEncoder(tokenizer)
+    encoder.check_fits("".join(map(str, texts)), positions)
+    return template.conversation(conversation, encoder)
 
 
 def _text(content: object) -> str | None:

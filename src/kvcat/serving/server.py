@@ -11,6 +11,7 @@ from operator import itemgetter
 from typing import Any
 
 from kvcat.errors import InputError
+from kvcat.extras import install_command
 from kvcat.serving.engine import Engine, RequestError, Ticket
 from kvcat.serving.openai_api import ResponseForm, error_record, parse_request
 
@@ -22,7 +23,7 @@ try:
     from uvicorn.protocols.http.h11_impl import H11Protocol
 except ImportError as error:
     raise InputError(
-        f"kvcat serve needs FastAPI and uvicorn: pip install 'kvcat[serve]' ({error})"
+        f"kvcat serve needs FastAPI and uvicorn: {install_command('serve')} ({error})"
     ) from None
 
 _SECONDS_TO_SHUT_DOWN = 5

@@ -24,7 +24,8 @@ from torch.nn.functional import pad
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvcat.cache import check_no_adapters, fingerprint, layer_windows
-from kvcat.errors import InputError, whole
+from kvcat.errors import InputError, check_one_of, whole
+from kvcat.extras import install_command
 from kvcat.files import atomic_write
 from kvcat.models.exact_copy import exact_copy
 from kvcat.models.rotation import rotary_module
@@ -182,14 +183,13 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
             f"llama.cpp has no architecture for a widened {config.model_type} "
             f"with {config.hidden_act}"
         )
-    if dtype not in _GGUF_TYPES:
-        raise InputError(f"dtype must be one of {', '.join(_GGUF_TYPES)}, not {dtype!r}")
+    check_one_of("dtype", dtype, _GGUF_TYPES)
     original = widened_fingerprint(config)
     try:
         gguf: Any = import_module("gguf")
     except ImportError:
         raise InputError(
-            "writing a GGUF file needs the gguf package: pip install 'kvcat[gguf]'"
+            f"writing a GGUF file needs the gguf package: {install_command('gguf')}"
         ) from None
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
     vector_type = gguf.GGMLQuantizationType.F32

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvcat.errors import InputError
+from kvcat.errors import unknown_name
 from kvcat.stats.intervals import (
     NO_ESTIMATE,
     Array,
@@ -132,7 +132,7 @@ def comparisons_with(
     """``compare_models`` for samples by cell."""
     models = sorted({cell.model for cell in samples})
     if reference not in models:
-        raise InputError(f"no records of model {reference!r}; there are {', '.join(models)}")
+        raise unknown_name("record of model", reference, models)
     rows: list[dict[str, Any]] = []
     for cell, sample in samples.items():
         other = samples.get(cell._replace(model=reference))

@@ -25,6 +25,10 @@ _ESCAPED_BYTES = range(0xDC80, 0xDD00)
 # a text is encoded after one of these; nearly always one of them shares no token with the text
 _STAND_INS = ("\n", "a", ".", "1")
 
+_USUAL_CHARACTERS = 8  # of a token; few texts have tokens of more on average
+_SHORTEST_PIECE, _LONGEST_PIECE = 1 << 12, 1 << 18  # characters
+_TOKENS_AT_CUTS = 16  # more than cutting a piece out of its text can add
+
 Encode = Callable[[str], list[int]]
 
 
@@ -55,6 +59,25 @@ class TextEncoder:
         A space that the tokenizer adds at the start of a text is not added here.
         """
         return self.joined([Piece(text)], behind=True)
+
+    def check_fits(self, text: str, positions: int) -> None:
+        """Raise an ``InputError`` for a text that has more tokens than a model has positions.
+
+        Of a long text only as much is encoded as is needed to know it; a text that is a little too
+        long may pass.
+        """
+        if len(text) <= _USUAL_CHARACTERS * positions:
+            return
+        length = min(_LONGEST_PIECE, max(_SHORTEST_PIECE, _USUAL_CHARACTERS * positions))
+        num_tokens = 0
+        for start in range(0, len(text), length):
+            piece = self(text[start : start + length])
+            num_tokens += max(0, len(piece) - _TOKENS_AT_CUTS)
+            if num_tokens > positions:
+                raise InputError(
+                    f"the text has more than {positions} tokens, and the model {positions} "
+                    "positions: shorten the text, or split it into several"
+                )
 
     def joined(self, pieces: Sequence[Piece], *, behind: bool = False) -> list[int]:
         """Token ids of one text that consists of several pieces.

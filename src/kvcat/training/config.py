@@ -9,7 +9,7 @@ from random import Random
 from typing import Any, Literal, NamedTuple
 
 from kvcat.choices import Bos
-from kvcat.errors import InputError
+from kvcat.errors import InputError, unknown_name
 from kvcat.option_types import Unset
 from kvcat.options import describe_type, parse_spec, typed_value
 from kvcat.plugins import POLICIES, plugin_names
@@ -221,8 +221,7 @@ def _check_policy(config: TrainConfig) -> None:
     name, _ = parse_spec(config.policy, "policy")
     names = [*POLICY_NAMES, *plugin_names(POLICIES)]
     if name not in names:
-        choices = ", ".join(names)
-        raise InputError(f"policy is {config.policy!r}; it must name one of {choices}")
+        raise unknown_name("policy", name, names)
     starts = config.group_starts
     if starts is not None and config.num_groups not in (TrainConfig.num_groups, len(starts)):
         named = f"group_starts names {len(starts)} layers"

@@ -1,5 +1,6 @@
 """Exports a run as an ordinary Hugging Face folder with a card that says how the model was made."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     step = verify(checkpoint)["step"]
     run = checkpoint.parent.parent
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
-    is_of_run = target.resolve() == (run / "export").resolve()
+    is_of_run = os.path.realpath(target) == os.path.realpath(run / "export")
     if not is_of_run:
         check_new_folder(target)
     model, tokenizer = load(config.model)
@@ -81,7 +82,7 @@ def model_card(config: TrainConfig, steps: int, validation: dict[str, Any]) -> s
     """The README.md of an exported checkpoint: its origin, its training and its losses."""
     kind = "plain next-token training (the control)" if config.policy == "control" else "KV-CAT"
     losses = "\n".join(
-        f"- {name}: {validation[name]:.4f} {unit}".rstrip()
+        f"- {name}: {validation[name]:z.4f} {unit}".rstrip()
         for name, unit in _VALIDATION_UNITS.items()
         if name in validation
     )

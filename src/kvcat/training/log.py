@@ -156,6 +156,6 @@ def _losses(record: dict[str, Any]) -> str:
         if "dense_suffix_loss" in record:  # of the tokens that the masked loss is about
             words.append(f"after the split {record['dense_suffix_loss']:.3f}")
         words.append(f"masked {record['masked_loss']:.3f}")
-        words.append(f"kl {record['kl']:.4f}")
+        words.append(f"kl {record['kl']:z.4f}")
         words.append(f"kept {' '.join(kept)}")
     return "  ".join(words)

@@ -16,7 +16,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from kvcat.cache import check_token_ids
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.training.checkpoint import folders
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World, join_world, reduce_policies
@@ -69,6 +69,7 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
             checkpoint among those of the run, divergence.
         Stopped: a signal ended the run; its state is saved.
     """
+    check_kind(TrainConfig, "a TrainConfig", config=config)
     check_request(config)
     concern = memory_concern(config)
     if concern is not None and os.environ.get("RANK", "0") == "0":

@@ -14,6 +14,7 @@ from kvcat.chunks import DEVICE_ELEMENTS
 from kvcat.data.documents import open_source
 from kvcat.data.token_files import is_token_folder
 from kvcat.errors import InputError
+from kvcat.extras import install_command
 from kvcat.models import parse_device, positions_of, read_config
 from kvcat.policies import check_group_starts, parse_policy
 from kvcat.training.config import TrainConfig, check_batch
@@ -44,7 +45,7 @@ def check_request(config: TrainConfig) -> None:
     check_batch(config, world_size())
     package = config.monitor
     if package != "none" and importlib.util.find_spec(package) is None:
-        remedy = f"pip install 'kvcat[{package}]'"
+        remedy = install_command(package)
         raise InputError(f"--monitor {package} needs the package {package}: {remedy}")
     text = read_config(config.model).get_text_config()
     num_positions = positions_of(text)

@@ -88,7 +88,7 @@ class RunFolder:
 
         Raises:
             InputError: another process writes into it, or it is neither empty nor the folder of a
-                run that computes the same.
+                run that computes the same or has no checkpoint yet.
         """
         with ExitStack() as stack:
 
@@ -150,6 +150,8 @@ def _read_state(config: TrainConfig) -> FolderState:
         reason = str(error).partition(";")[0]
         problem = f"output folder {run} is not empty and holds no run of ours"
         raise InputError(f"{problem}: {reason}") from None
+    if not folders(run) and not (run / "export").exists():  # it died before its first checkpoint
+        return FolderState({}, config.max_steps, None)
     first_max_steps = previous.max_steps
     for record in reversed(read_jsonl(run / CHANGES_FILE)):
         if "max_steps" in record["changed"]:
@@ -192,6 +194,8 @@ def _last_record(config: TrainConfig) -> Record | None:
 
 def _record_config(config: TrainConfig, step: int, changes: Changes) -> list[str]:
     run = Path(config.output)
+    if step == 0:
+        (run / CHANGES_FILE).unlink(missing_ok=True)
     if changes:
         append_jsonl(run / CHANGES_FILE, {"step": step, "changed": changes})
     write_json(run / CONFIG_FILE, dataclasses.asdict(config))

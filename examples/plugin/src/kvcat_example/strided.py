@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from kvcat.policies import Randomness, SparsificationPolicy
+from kvcat.policies import SparsificationPolicy
 
 
 class StridedPolicy(SparsificationPolicy):
@@ -21,10 +21,10 @@ class StridedPolicy(SparsificationPolicy):
         super().__init__()
         self.stride = stride
 
-    def forward(  # the scores do not depend on the generator
+    def forward(  # the scores do not depend on the generators
         self,
         hidden: Tensor,
-        generator: Randomness | None = None,  # noqa: ARG002
+        generators: list[torch.Generator] | None = None,  # noqa: ARG002
     ) -> Tensor:
         """1 for a kept slot and 0 for a hidden one: (batch, tokens)."""
         batch, num_tokens, _ = hidden.shape

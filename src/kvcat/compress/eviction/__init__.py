@@ -9,7 +9,7 @@ import torch
 from kvcat.cache import Layer
 from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in
 from kvcat.compress.prefix import Prefix
-from kvcat.errors import InputError
+from kvcat.errors import check_kind, unknown_name
 from kvcat.options import check_options
 from kvcat.types import Float, Tensor
 
@@ -47,9 +47,10 @@ class Eviction(Compressor):
         bits: int | None = None,
         **options: Any,
     ):
+        check_kind(str, "the name of a scorer", name=name)
         if scorer_class is None:
             if name not in SCORERS:
-                raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
+                raise unknown_name("eviction scorer", name, SCORERS)
             scorer_class = SCORERS[name]
         check_options(scorer_class, options, name)
         object.__setattr__(self, "bits", bits)

@@ -25,7 +25,7 @@ from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries, usual_own_weight
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_one_of, did_you_mean
 from kvcat.options import check_options
 
 BUDGETS = ("equal", "adaptive")
@@ -110,8 +110,7 @@ class AttentionMatching(_Options):
     """
 
     def __init__(self, preset: str = "stable", **options: Any) -> None:
-        if preset not in PRESETS:
-            raise InputError(f"preset must be one of {', '.join(PRESETS)}, not {preset!r}")
+        check_one_of("preset", preset, PRESETS)
         check_options(_Options, options, "attention-matching")
         super().__init__(preset=preset, **{**PRESETS[preset], **options})
 
@@ -272,6 +271,7 @@ def _check_budget_file(budgets: str) -> None:
         choices = ", ".join(BUDGETS)
         raise InputError(
             f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}"
+            f"{did_you_mean(budgets, BUDGETS)}"
         )
     load_budgets(budgets)
 

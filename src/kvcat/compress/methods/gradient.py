@@ -29,7 +29,7 @@ from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.ranges import Range, range_text
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_one_of
 from kvcat.losses import chunked_distillation
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.options import check_options, parse_spec
@@ -422,9 +422,7 @@ def _starting_method(init: str, seed: int) -> Compressor | None:
         seed: seed for a randomised method that has no seed among its options.
     """
     name, options = parse_spec(init)
-    if name not in ("attention-matching", *SCORERS):
-        starts = ", ".join(map(repr, ("attention-matching", *SCORERS)))
-        raise InputError(f"init must be one of {starts}, not {name!r}")
+    check_one_of("init", name, ("attention-matching", *SCORERS))
     if name == "random":
         if options:
             option = next(iter(options))

@@ -12,7 +12,7 @@ from kvcat.compress.methods.attention_matching import PRESETS, AttentionMatching
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
-from kvcat.errors import InputError, check_least
+from kvcat.errors import check_least, check_one_of
 from kvcat.options import check_options
 
 _PULL = 0.1
@@ -52,9 +52,7 @@ class RefinedMatching(Compressor):
     log_bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.preset not in _RIDGES:
-            choices = ", ".join(_RIDGES)
-            raise InputError(f"preset must be one of {choices}, not {self.preset!r}")
+        check_one_of("preset", self.preset, _RIDGES)
         check_options(type(self), vars(self), "refined")
         check_least(0, num_steps=self.num_steps)
         self._start()
