@@ -18,15 +18,20 @@ from kvcat.files import (
 )
 
 
+def write_half_a_folder(target):
+    with atomic_write(target) as partial:
+        partial.mkdir()
+        partial.write_text("half")
+
+
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folder_is_replaced_whole(
     tmp_path,
 ):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
-    with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
-        partial.mkdir()
-        partial.write_text("half")
-    assert target.read_text() == '{\n  "a": 1\n}\n'
+    with pytest.raises(InputError, match=r"cannot write .*a\.json: Is a dir"):
+        write_half_a_folder(target)
+    assert read_json(target) == {"a": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     for name in ("old", "new"):
         with atomic_write(tmp_path / "folder") as partial:
@@ -35,13 +40,13 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folde
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
 
 
-@pytest.mark.parametrize("cut", [1, 5, 10])
+@pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path, cut):
     log = tmp_path / "log.jsonl"
     append_jsonl(log, {"n": 1}, {"n": 2})
     log.write_bytes(log.read_bytes()[:-cut])
     records = read_jsonl(log)
-    assert records == [{"n": 1}][: 1 if cut < 10 else 0]
+    assert records == [{"n": 1}][: 1 if cut < 40 else 0]
     append_jsonl(log, {"n": 3})
     assert read_jsonl(log) == [*records, {"n": 3}]
     for line in ("{", "3"):
