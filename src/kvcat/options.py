@@ -85,9 +85,7 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
             raise InputError(f"{name}: {option} is {value!r}; it must be {wanted}") from None
 
 
-def typed_fields(
-    hints: Mapping[str, Any], content: Mapping[str, Any], name: object
-) -> dict[str, Any]:
+def typed_fields(hints: Mapping[str, Any], content: Any, name: object) -> dict[str, Any]:
     """The entries of a file in the types of their fields.
 
     Args:
@@ -98,6 +96,10 @@ def typed_fields(
     Raises:
         InputError: an entry is missing, unknown or of a wrong type.
     """
+    if not isinstance(content, Mapping):
+        raise InputError(
+            f"{name} is damaged: {str(content)[:80]!r} is no table of {', '.join(hints)}"
+        )
     for entry in [*hints, *content]:
         if entry not in content or entry not in hints:
             problem = "lacks" if entry in hints else "has an unknown entry"
