@@ -37,8 +37,9 @@ NO_SEAL = "sha256:" + "0" * 64
 """What ``sealed`` replaces."""
 _PARTIAL = ".partial-"
 _SEAL = re.compile(rb"sha256:([0-9a-f]{64})")
-_JSON_SEAL = re.compile(rb'"checksum": "sha256:[0-9a-f]{64}"\s*\}\s*\Z')
-_LINE_SUM = re.compile(rb'(?:, )?"crc32": "([0-9a-f]{8})"\}\Z')
+# these also find a checksum with a damaged byte
+_JSON_SEAL = re.compile(rb'sha256:[0-9a-f]{64}"\s*\}\s*\Z')
+_LINE_SUM = re.compile(rb'(?:, )?"(?:.rc32|c.c32|cr.32|crc.2|crc3.)": "(.{8})"\}\Z', re.DOTALL)
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
 _IS_DAMAGED = "is damaged: its content does not match its checksum"
 
@@ -250,7 +251,7 @@ def parse_json(content: bytes, path: Path | str) -> dict[str, Any]:
         raise InputError(f"{path} is not readable: {one_line(error)}") from None
     if not isinstance(parsed, dict):
         raise InputError(f"{path} does not contain a JSON object")
-    if _JSON_SEAL.search(content):
+    if CHECKSUM in parsed or _JSON_SEAL.search(content):
         try:
             check_seal(content, path)
         except InputError as error:
@@ -282,12 +283,14 @@ def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
 
 def jsonl_bytes(*records: Mapping[str, Any]) -> bytes:
     """One JSON line per record; its last entry is the CRC-32 of what is before it."""
-    lines = []
-    for record in records:
-        body = json.dumps(record)[:-1].encode()
-        comma = b", " if record else b""
-        lines.append(body + comma + b'"crc32": "%08x"}\n' % zlib.crc32(body))
-    return b"".join(lines)
+    bodies = [json.dumps(record)[:-1].encode() for record in records]
+    return b"".join(body + _line_end(body) + b"\n" for body in bodies)
+
+
+def _line_end(body: bytes) -> bytes:
+    """What follows the other entries of a line: its checksum."""
+    comma = b"" if body == b"{" else b", "
+    return comma + b'"crc32": "%08x"}' % zlib.crc32(body)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -334,9 +337,27 @@ def parse_jsonl(content: bytes, path: Path | str) -> list[dict[str, Any]]:
     return records
 
 
+def check_record(types: Mapping[str, tuple[type, ...]], record: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` for a record that lacks an entry, has another one or a wrong type.
+
+    Args:
+        types: types that each entry may have.
+        record: of a log or a table, which may have very many.
+    """
+    if record.keys() != types.keys():
+        wrong = sorted(record.keys() ^ types.keys())[0]
+        raise ValueError(f"it {'lacks' if wrong in types else 'has an unknown'} {wrong!r}")
+    for name, allowed in types.items():
+        if type(record[name]) not in allowed:
+            raise ValueError(f"its {name} is {str(record[name])[:80]!r}")
+
+
 def _has_sum(line: bytes, found: re.Match[bytes] | None) -> bool:
     """Whether a line has the checksum that was found in it."""
-    return found is not None and zlib.crc32(line[: found.start()]) == int(found[1], 16)
+    if found is None:
+        return False
+    body = line[: found.start()]
+    return line == body + _line_end(body)
 
 
 def make_folder(path: Path) -> None:

@@ -141,7 +141,7 @@ def test_a_whole_file_of_budgets_of_another_version_is_rejected_by_name(calibrat
         content[name] = 1
     write_json(tmp_path / "b.json", content)
     message = refusal(CalibratedBudgets.load, tmp_path / "b.json")
-    assert "is of another version of kvcat: it" in message
+    assert "not of this version: it" in message
     assert message.endswith(f"{name!r}")
 
 

@@ -1,6 +1,5 @@
 """The ``kvcat`` program: its commands and its exit codes."""
 
-import errno
 import importlib
 import os
 import sys
@@ -10,6 +9,7 @@ from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
 from kvcat.errors import InputError
 from kvcat.extras import missing_package
+from kvcat.files import reason
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "demo": ("cli.train.demo", "Compress with a small model, train it, and compare; offline."),
@@ -51,6 +51,7 @@ The module is imported when the command runs.
 """
 
 _EVAL = "eval "
+_NO_MEMORY = "this machine has not enough memory for it: take a smaller model, text or batch"
 _OVERVIEW = """\
 Compress the KV caches of language models, train models whose caches compress better, and measure
 what both cost.
@@ -99,16 +100,27 @@ def run(argv: list[str]) -> int:
     except BrokenPipeError:  # `kvcat ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:  # no permission, a full disk
-        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
+    except OSError as error:  # no permission, a full disk, a limit, a broken connection
+        named = f"cannot use {error.filename}: " if error.filename else ""
+        return _say(named + reason(error), 2)
+    except MemoryError:
+        return _say(_NO_MEMORY, 2)
     except Exception as error:
+        if _is_out_of_memory(error):
+            return _say(_NO_MEMORY, 2)
         signal = getattr(error, "signum", None)
         if isinstance(signal, int):  # training saved its state and stopped
             return _say(str(error), 128 + signal)
         raise
     return 0
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether torch could not allocate memory; on a CPU it raises no error of a kind of its own."""
+    is_allocation = "allocate memory" in str(error) or "not enough memory" in str(error)
+    return type(error).__name__ == "OutOfMemoryError" or (
+        isinstance(error, RuntimeError) and is_allocation
+    )
 
 
 def _dispatch(argv: list[str]) -> None:

@@ -9,12 +9,12 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from kvcat.compress.tracing import trace
 from kvcat.errors import InputError
 from kvcat.files import read_json, write_json
 from kvcat.models import model_name
+from kvcat.options import typed_fields
 from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
@@ -225,16 +226,7 @@ class CalibratedBudgets:
         if content.get("format") != FORMAT:
             raise InputError(f"{path} is no file of `kvcat budgets`, or one of another version")
         del content["format"]
-        names = {field.name for field in fields(cls)}
-        for name in sorted(names ^ set(content)):
-            what = "lacks" if name in names else "has"
-            raise InputError(f"{path} is of another version of kvcat: it {what} {name!r}")
-        errors = tuple(
-            tuple(tuple(of_head) for of_head in of_layer) for of_layer in content.pop("errors")
-        )
-        sizes = tuple(content.pop("sizes"))
-        long_layers = tuple(content.pop("long_layers"))
-        return cls(sizes=sizes, errors=errors, long_layers=long_layers, **content)
+        return cls(**typed_fields(get_type_hints(cls), content, path))
 
 
 def calibrate(

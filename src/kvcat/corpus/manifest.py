@@ -13,7 +13,7 @@ from pyarrow import parquet
 
 from kvcat.corpus.storage import Storage
 from kvcat.errors import InputError, one_line
-from kvcat.files import CHECKSUM, NO_SEAL, check_seal, parse_jsonl, sealed
+from kvcat.files import CHECKSUM, NO_SEAL, check_record, check_seal, parse_jsonl, sealed
 
 MANIFEST = "manifest.parquet"
 JOURNAL = "journal"
@@ -59,11 +59,7 @@ class Row:
     @classmethod
     def of(cls, record: Mapping[str, Any]) -> "Row":
         """The row with these values; ``ValueError`` for one that is missing or of another type."""
-        if record.keys() != _TYPES.keys():
-            raise ValueError(f"it has the entries {', '.join(record)}")
-        for name, types in _TYPES.items():
-            if type(record[name]) not in types:
-                raise ValueError(f"its {name} is {record[name]!r}")
+        check_record(_TYPES, record)
         return cls(**record)
 
     @property

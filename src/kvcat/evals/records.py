@@ -6,12 +6,21 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from kvcat.cache import are_comparable
 from kvcat.errors import InputError, one_line
 from kvcat.evals.registry import evaluation_names, find_evaluation
-from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
+from kvcat.files import (
+    LOCK_FILE,
+    append_jsonl,
+    check_record,
+    claim_folder,
+    one_writer,
+    read_json,
+    read_jsonl,
+)
 
 _CONFIG_FIELDS = ("evaluation", "dataset", "num_examples", "methods")
 _METHOD_FIELDS = ("name", "options", "keep_ratios", "num_examples")
@@ -27,6 +36,14 @@ _COST_FIELDS = (
     "seconds",
     "peak_mib",
 )
+_NUMBER = (float, int)
+_RECORD_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("model", "fingerprint", "dtype", "method", "options"), (str,)),
+    "keep_ratio": _NUMBER,
+    **dict.fromkeys(("step", "seed"), (int, NoneType)),
+    **dict.fromkeys(("dataset", "stratum", "document", "example"), (str,)),
+    "values": (dict,),
+}
 _SECONDS_FOR_CLAIM = 5.0
 Key = tuple[Any, ...]
 Shard = tuple[int, int]
@@ -56,6 +73,8 @@ class Record:
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
+            if type(value) not in _NUMBER:
+                raise InputError(f"{name} of example {self.example!r} is {value!r}, not a number")
             if math.isnan(value):
                 place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
                 example = f"example {self.example!r} of {self.document!r}"
@@ -222,6 +241,7 @@ def read_records(folder: Path) -> list[Record]:
     records: dict[Key, Record] = {}
     for file, line in _lines(folder, "records"):
         try:
+            check_record(_RECORD_TYPES, line)
             record = Record(**line)
         except (TypeError, ValueError) as error:
             raise InputError(f"{file} has a line that is not a record: {one_line(error)}") from None
