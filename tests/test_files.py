@@ -1,9 +1,12 @@
 """Files are complete or absent, logs survive a kill, and a folder has one writer."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kvcat.errors import InputError
 from kvcat.files import (
@@ -120,3 +123,36 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
     file.write_bytes(b"caf\xe9")
     with pytest.raises(InputError, match=r"a.json is not UTF-8 text: .* at byte 3"):
         read_text(file)
+
+
+def test_a_file_has_the_mode_of_the_umask_whoever_writes_it_and_keeps_a_mode_it_had(tmp_path):
+    before = os.umask(0o027)
+    try:
+        for name in ("file", "folder"):
+            with atomic_write(tmp_path / name) as partial:
+                if name == "folder":
+                    partial.mkdir()
+                    partial = partial / "inner"
+                save_file({"a": torch.zeros(1)}, partial)  # whose files have mode 600
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "file", tmp_path / "folder" / "inner"):
+        assert file.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "file").chmod(0o600)
+    write_json(tmp_path / "file", {})
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_claimed_folder_holds_no_link_but_may_be_one(tmp_path):
+    claim_folder(tmp_path, "config.json", {"seed": 0})
+    link = tmp_path / "records.jsonl"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"records\.jsonl is a link, and kvcat follows none in"):
+        claim_folder(tmp_path, "config.json", None)
+    link.unlink()
+    link.symlink_to(tmp_path)
+    assert claim_folder(link.rename(tmp_path.parent / "link"), "config.json", None) == {"seed": 0}
+    (tmp_path / ".kvcat.lock").symlink_to(tmp_path / "config.json")
+    with pytest.raises(InputError, match="is a link"), one_writer(tmp_path):
+        pass
+    assert read_json(tmp_path / "config.json") == {"seed": 0}
