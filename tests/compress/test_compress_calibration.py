@@ -166,6 +166,6 @@ def test_what_does_not_fit_is_rejected_by_name(model, windows, calibrated, tmp_p
         file.write_text(damaged)
         with pytest.raises(InputError, match=message):
             AttentionMatching(budgets=str(file))
-    for wrong in ("gone.json", "layer"):
-        with pytest.raises(InputError, match="equal, adaptive, layers, or a file"):
+    for wrong in ("gone.json", "layers"):
+        with pytest.raises(InputError, match="equal, adaptive, or a file"):
             AttentionMatching(budgets=wrong)

@@ -102,7 +102,7 @@ def test_plain_rounding_keeps_the_nearest_codes():
     assert isinstance(grid, Grid)
 
 
-@pytest.mark.parametrize("budgets", ["adaptive", "equal", "layers"])
+@pytest.mark.parametrize("budgets", ["adaptive", "equal"])
 @pytest.mark.parametrize("bits", [8, 4, "8/4"])
 def test_attention_matching_in_few_bits_holds_codes_of_its_own_kept_keys(traced, bits, budgets):
     plain = AttentionMatching(budgets=budgets)(traced, num_slots=9)

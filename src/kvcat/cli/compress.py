@@ -28,7 +28,6 @@ def compress(
     keep: opt.Unset[opt.Fraction] = None,
     slots: opt.Unset[opt.Count] = None,
     max_kl: opt.Unset[opt.Nats] = None,
-    bytes: opt.Unset[opt.Count] = None,
     mb: opt.Unset[opt.Megabytes] = None,
     bits: opt.CacheBits = "auto",
     supervision: opt.Supervision = "reconstruction",
@@ -73,11 +72,10 @@ def compress(
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no size is given.
         slots: Instead of --keep: number of slots per layer and head.
         max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
-        bytes: Instead of --keep: largest size of keys, values, scales and log-bias; chooses slots
-            and, unless --bits is given, bits.
-        mb: As --bytes, in millions of bytes.
+        mb: Instead of --keep: largest size of keys, values, scales and log-bias in millions of
+            bytes; chooses slots and, unless --bits is given, bits.
         bits: Bits of keys and values; 8/4: keys in 8, values in 4; 16: the type of the model; auto:
-            16 or, with --bytes and --mb, as few as are best for that size.
+            16 or, with --mb, as few as are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
             depend on the length (LongRoPE), or with sliding windows, need it.
@@ -105,7 +103,6 @@ def compress(
             bits=bits,
             unsupported={
                 "--max-kl": max_kl,
-                "--bytes": bytes,
                 "--mb": mb,
                 "--overwrite": overwrite or None,
                 "--protect": protect,
@@ -147,7 +144,6 @@ def compress(
         keep=keep,
         slots=slots,
         max_kl=max_kl,
-        bytes=bytes,
         mb=mb,
         bits=bits,
         supervision=supervision,
@@ -172,7 +168,6 @@ def _compress_text(
     keep: float | None,
     slots: int | None,
     max_kl: float | None,
-    bytes: int | None,
     mb: float | None,
     bits: str,
     supervision: str,
@@ -187,10 +182,10 @@ def _compress_text(
     dtype: str,
 ) -> None:
     """Write the cache of one document."""
-    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, bytes, mb))
+    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, mb))
     if num_budgets > 1:
-        raise InputError("give one of --keep, --slots, --max-kl, --bytes and --mb")
-    num_bytes = bytes if mb is None else int(mb * 1e6)
+        raise InputError("give one of --keep, --slots, --max-kl and --mb")
+    num_bytes = None if mb is None else int(mb * 1e6)
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
     passages = _passages(protect_text, document)

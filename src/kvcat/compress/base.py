@@ -13,7 +13,6 @@ import torch
 
 from kvcat.attention.mass import attention_mass
 from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer, slot_facts
-from kvcat.compress.key_order import order_by_importance
 from kvcat.compress.protection import (
     behind_protected,
     check_protected,
@@ -277,7 +276,8 @@ def top_positions(
 
     Among equal scores, the earlier position is chosen.
     """
-    return order_by_importance(scores)[..., :num_slots].sort(dim=-1).values
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :num_slots].sort(dim=-1).values
 
 
 @torch.no_grad()

@@ -34,8 +34,6 @@ from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"
-MEASURED = ("adaptive", "layers")
-"""Budgets that are measured on the document itself."""
 GRID_STEP = 2**0.5
 CHARACTERS_PER_TOKEN = 8  # more than any text needs on average
 _BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
@@ -369,7 +367,7 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
 
 def budget_files(method: str) -> list[str]:
     """The files of budgets in the text of a method, also in brackets."""
-    return [text for text in _BUDGETS.findall(method) if text not in ("equal", *MEASURED)]
+    return [text for text in _BUDGETS.findall(method) if text not in ("equal", "adaptive")]
 
 
 def budget_digests(method: str) -> str:

@@ -258,7 +258,7 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
         raise InputError(
             f"heads of up to {cache.max_slots} and on average {cache.mean_slots:.1f} slots: an "
             "engine holds equally many in all heads of a layer; pack for a widened checkpoint "
-            "(--head-dim), or compress with budgets=layers or budgets=equal"
+            "(--head-dim), or compress with budgets=equal"
         )
     elif cache.has_log_bias and not drop_log_bias:
         raise InputError(

@@ -22,11 +22,10 @@ from kvcat.cache import (
 )
 from kvcat.compress.base import Compressor, compact_cache
 from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
-from kvcat.compress.calibration import MEASURED, CalibratedBudgets, load_budgets
+from kvcat.compress.calibration import CalibratedBudgets, load_budgets
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
-from kvcat.compress.key_order import KeysByResidual
 from kvcat.compress.protection import behind_protected
 from kvcat.compress.queries import fitted_queries, usual_own_weight
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
@@ -36,7 +35,7 @@ from kvcat.errors import InputError
 from kvcat.options import check_options
 from kvcat.types import Float, Int, Tensor
 
-BUDGETS = ("equal", *MEASURED)
+BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 3e-3},
@@ -78,7 +77,6 @@ class _Options(Compressor):
     num_iters: int | None = None
     ridge: float | None = 0.05
     own_weight: float | None = None
-    key_ridge: float | None = None
     log_bias: bool = True
     budgets: str = "adaptive"
     seed: int = 0
@@ -90,8 +88,6 @@ class _Options(Compressor):
         _check_range("num_iters", self.num_iters, least=0)
         _check_range("own_weight", self.own_weight, least=0)
         check_ridge(self.ridge)
-        if self.key_ridge is not None and self.key_ridge <= 0:
-            raise InputError(f"key_ridge must be a number above 0, not {self.key_ridge}")
 
 
 class AttentionMatching(_Options):
@@ -120,17 +116,12 @@ class AttentionMatching(_Options):
         own_weight: weight of the prefix's own queries, moved after it (``fitted_queries``), all
             together and relative to the others; 0 leaves them out. They represent the queries of
             later text. None: 1 with a repetition of the document, 2 with other text.
-        key_ridge: None keeps the keys with the largest importance. A number takes them one after
-            another, the next one being that with the largest importance beyond what the keys
-            before explain, with this ridge (``KeysByResidual``): with 0.1 KL is 4 to 10 % lower at
-            10 % of the slots, in one and a half times the seconds.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
-            stream that they are added to, have a small sum: "adaptive" among the heads of all
-            layers, "layers" among the layers, whose heads then have equally many. A file of
-            `kvcat budgets` (``CalibratedBudgets``) allocates by the errors of other documents,
-            which saves the time of measuring this one's.
+            stream that they are added to, have a small sum: "adaptive", by errors that are measured
+            on the document. A file of `kvcat budgets` (``CalibratedBudgets``) allocates by the
+            errors of other documents, which saves the time of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
@@ -216,22 +207,17 @@ class AttentionMatching(_Options):
         allocations: list[dict[HeadIndex, int]] = []
         if calibrated is not None:
             allocations = [calibrated.allocate(prefix, size) for size in sizes]
-        is_measured = self.budgets in MEASURED
+        is_measured = self.budgets == "adaptive"
         curve_sizes: set[int] = set()
         if is_measured:
             curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
-        keys_by = None
-        if self.key_ridge is not None:
-            asked = [*curve_sizes, *sizes, *(max(slots.values()) for slots in allocations)]
-            keys_by = KeysByResidual(self.key_ridge, max(asked))
         groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
-        dense, curves = attention_and_curves(heads, groups, curve_sizes, keys_by)
+        dense, curves = attention_and_curves(heads, groups, curve_sizes)
         if self.budgets == "equal":
             allocations = [dict.fromkeys(dense, size) for size in sizes]
         elif is_measured:
-            by_layer = self.budgets == "layers"
             allocations = [
-                share_out(curves, size, prefix.max_slots, by_layer=by_layer) for size in sizes
+                share_out(curves, size, prefix.max_slots, by_layer=False) for size in sizes
             ]
         return dense, allocations
 
