@@ -288,7 +288,7 @@ def jsonl_bytes(*records: Mapping[str, Any]) -> bytes:
 
 
 def _line_end(body: bytes) -> bytes:
-    """What follows the other entries of a line: its checksum."""
+    """The end of a line, after its other entries: its checksum."""
     comma = b"" if body == b"{" else b", "
     return comma + b'"crc32": "%08x"}' % zlib.crc32(body)
 
@@ -322,9 +322,9 @@ def parse_jsonl(content: bytes, path: Path | str) -> list[dict[str, Any]]:
         sums.append(None)
     is_checked = any(sums)
     records = []
-    for line, found in zip(lines, sums, strict=True):
+    for line, line_sum in zip(lines, sums, strict=True):
         try:
-            if is_checked and not _has_sum(line, found):
+            if is_checked and not _has_sum(line, line_sum):
                 raise ValueError("it does not match its checksum")
             record = json.loads(line)
             if not isinstance(record, dict):
@@ -352,11 +352,11 @@ def check_record(types: Mapping[str, tuple[type, ...]], record: Mapping[str, Any
             raise ValueError(f"its {name} is {str(record[name])[:80]!r}")
 
 
-def _has_sum(line: bytes, found: re.Match[bytes] | None) -> bool:
-    """Whether a line has the checksum that was found in it."""
-    if found is None:
+def _has_sum(line: bytes, line_sum: re.Match[bytes] | None) -> bool:
+    """Whether a line has the checksum that was recognised in it."""
+    if line_sum is None:
         return False
-    body = line[: found.start()]
+    body = line[: line_sum.start()]
     return line == body + _line_end(body)
 
 

@@ -140,8 +140,10 @@ def typed_value(value: Any, hint: Any) -> Any:
         return {
             typed_value(key, str): typed_value(each, arguments[1]) for key, each in value.items()
         }
-    if kind is float and type(value) in (int, float) and abs(value) <= sys.float_info.max:
-        return float(value)
+    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
+        if abs(value) <= sys.float_info.max:
+            return float(value)
+        raise TypeError
     if kind is str and isinstance(value, str):
         return value
     if kind in (bool, int, NoneType) and type(value) is kind:

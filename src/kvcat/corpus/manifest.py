@@ -66,7 +66,7 @@ class Row:
     def age(self) -> tuple[int, float]:
         """What orders the rows of one document.
 
-        Writers that do not know of each other give the same revision; only then the clock decides.
+        Writers at the same time may give the same revision; only then the clock decides.
         """
         return (self.revision, self.finished)
 

@@ -197,8 +197,8 @@ class LocalStorage(Storage):
     def _path(self, name: str) -> Path:
         """The path of a file or folder; ``InputError`` if a part of it below the root is a link."""
         path = self.root
-        for part in Path(name).parts:
-            path = path / part
+        for step in Path(name).parts:
+            path = path / step
             check_no_link(path, self.root)
         return path
 

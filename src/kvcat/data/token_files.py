@@ -116,7 +116,7 @@ class TokenTable:
 
     def _check(self, block: int) -> None:
         start = block * BLOCK_BYTES
-        if crc32(self._bytes[start : start + BLOCK_BYTES]) != self._sums[block]:
+        if crc32(self._bytes[start : start + BLOCK_BYTES].tobytes()) != self._sums[block]:
             raise InputError(
                 f"{self._path} is damaged: the {BLOCK_BYTES} bytes from {start:,} on do not match "
                 "their checksum; copy the folder again, or prepare the text again"

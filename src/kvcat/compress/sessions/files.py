@@ -168,10 +168,10 @@ def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
         )
     try:
         content = json.loads(entries["content"])
-        parts = {name: content.pop(name) for name in ("settings", "conversation")}
+        saved = {name: content.pop(name) for name in ("settings", "conversation")}
         content = typed_fields(_CONTENT, content, path)
-        settings = typed_fields(_SETTINGS, parts["settings"], path)
-        conversation = typed_fields(_CONVERSATION, parts["conversation"], path)
+        settings = typed_fields(_SETTINGS, saved["settings"], path)
+        conversation = typed_fields(_CONVERSATION, saved["conversation"], path)
         state = _state(content, tensors, model.device, str(path))
         _check_state(state, model)
     except InputError:
@@ -191,7 +191,8 @@ def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
 def _check_state(state: SessionState, model: PreTrainedModel) -> None:
     """Raise a ``ValueError`` for a state that no session of this model has."""
     ids = state.ids
-    vocab_size = model.get_input_embeddings().num_embeddings
+    embeddings: Any = model.get_input_embeddings()
+    vocab_size = embeddings.num_embeddings
     if ids.dtype != torch.long or ids.dim() != 1:
         raise ValueError(f"its token ids are {_described(ids)}")
     if not ids.numel():
