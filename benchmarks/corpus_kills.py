@@ -46,7 +46,7 @@ def contents(store):
         if path.is_file() and name != "manifest.parquet":
             files[name] = path.read_bytes()
     table = parquet.read_table(store / "manifest.parquet")
-    files["manifest.parquet"] = table.drop_columns(["seconds", "finished"]).to_pylist()
+    files["manifest.parquet"] = table.drop_columns(["seconds", "finished", "revision"]).to_pylist()
     return files
 
 

@@ -1,10 +1,13 @@
 """Files are complete or absent, logs survive a kill, and a folder has one writer."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from kvcat.errors import InputError
 from kvcat.files import (
@@ -19,15 +22,20 @@ from kvcat.files import (
 )
 
 
+def write_half_a_folder(target):
+    with atomic_write(target) as partial:
+        partial.mkdir()
+        partial.write_text("half")
+
+
 def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folder_is_replaced_whole(
     tmp_path,
 ):
     target = tmp_path / "a.json"
     write_json(target, {"a": 1})
-    with pytest.raises(IsADirectoryError), atomic_write(target) as partial:  # noqa: PT012
-        partial.mkdir()
-        partial.write_text("half")
-    assert target.read_text() == '{\n  "a": 1\n}\n'
+    with pytest.raises(InputError, match=r"cannot write .*a\.json: Is a dir"):
+        write_half_a_folder(target)
+    assert read_json(target) == {"a": 1}
     assert [file.name for file in tmp_path.iterdir()] == ["a.json"]
     for name in ("old", "new"):
         with atomic_write(tmp_path / "folder") as partial:
@@ -36,13 +44,13 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folde
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
 
 
-@pytest.mark.parametrize("cut", [1, 5, 10])
+@pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_torn_last_line_is_left_out_and_cut_off_by_the_next_append(tmp_path, cut):
     log = tmp_path / "log.jsonl"
     append_jsonl(log, {"n": 1}, {"n": 2})
     log.write_bytes(log.read_bytes()[:-cut])
     records = read_jsonl(log)
-    assert records == [{"n": 1}][: 1 if cut < 10 else 0]
+    assert records == [{"n": 1}][: 1 if cut < 40 else 0]
     append_jsonl(log, {"n": 3})
     assert read_jsonl(log) == [*records, {"n": 3}]
     for line in ("{", "3"):
@@ -130,3 +138,36 @@ def test_a_text_without_end_is_read_to_a_bound(tmp_path, monkeypatch):
     file.write_bytes(b"a" * (1 << 20) + b"b")
     with pytest.raises(InputError, match=r"a.txt is longer than 1 MiB: split the text"):
         read_text(file)
+
+
+def test_a_file_has_the_mode_of_the_umask_whoever_writes_it_and_keeps_a_mode_it_had(tmp_path):
+    before = os.umask(0o027)
+    try:
+        for name in ("file", "folder"):
+            with atomic_write(tmp_path / name) as partial:
+                if name == "folder":
+                    partial.mkdir()
+                    partial = partial / "inner"
+                save_file({"a": torch.zeros(1)}, partial)  # whose files have mode 600
+    finally:
+        os.umask(before)
+    for file in (tmp_path / "file", tmp_path / "folder" / "inner"):
+        assert file.stat().st_mode & 0o777 == 0o640
+    (tmp_path / "file").chmod(0o600)
+    write_json(tmp_path / "file", {})
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_claimed_folder_holds_no_link_but_may_be_one(tmp_path):
+    claim_folder(tmp_path, "config.json", {"seed": 0})
+    link = tmp_path / "records.jsonl"
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(InputError, match=r"records\.jsonl is a link, and kvcat follows none in"):
+        claim_folder(tmp_path, "config.json", None)
+    link.unlink()
+    link.symlink_to(tmp_path)
+    assert claim_folder(link.rename(tmp_path.parent / "link"), "config.json", None) == {"seed": 0}
+    (tmp_path / ".kvcat.lock").symlink_to(tmp_path / "config.json")
+    with pytest.raises(InputError, match="is a link"), one_writer(tmp_path):
+        pass
+    assert read_json(tmp_path / "config.json") == {"seed": 0}

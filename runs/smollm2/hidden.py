@@ -13,15 +13,15 @@ import itertools
 from collections import defaultdict
 from pathlib import Path
 
+import safetensors.torch
 import torch
-from safetensors.torch import load_file
 from tqdm import tqdm
 
 import kvcat
 from kvcat.compress.base import received_mass
 from kvcat.data import split_documents
 from kvcat.errors import InputError, run_script
-from kvcat.files import read_json
+from kvcat.files import check_seal, read_json
 from kvcat.models import MaskedPass
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
@@ -89,7 +89,10 @@ def main() -> None:
     masked_pass = make_masked_pass(model, config)
     if masked_pass is None:
         parser.error(f"{options.run} has no masked pass")
-    masked_pass.load_state_dict(load_file(options.run / "routers.safetensors"))
+    routers = options.run / "routers.safetensors"
+    content = routers.read_bytes()
+    check_seal(content, routers)
+    masked_pass.load_state_dict(safetensors.torch.load(content))
     starts = [*masked_pass.group_starts, model.config.num_hidden_layers]
     counts: dict[str, list[int]] = defaultdict(lambda: [0] * len(starts))
     shares = {start: [0.0, 0.0] for start in starts[:-1]}

@@ -1,23 +1,49 @@
-"""Atomic files, logs that survive a kill, and locks for one writer per folder."""
+"""Atomic files, checksums in them, logs that survive a kill, and locks for one writer per folder.
 
+Every file that kvcat reads again has a checksum, which is compared whenever the file is read:
+
+- a file in memory (JSON, Parquet, safetensors) holds ``sha256:`` and the SHA-256 of its bytes,
+  computed with zeros in the place of the hash (``sealed``)
+- a large file that grows ends with the same, the SHA-256 of all bytes before it (``append_seal``)
+- each line of a log of JSON lines ends with the CRC-32 of what is before it
+- a folder of files for other programs has a list of hashes (``write_sums``)
+
+Files without a checksum, which people and other programs write, are read too.
+"""
+
+import hashlib
 import json
 import os
+import re
 import shutil
 import threading
 import tomllib
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 
 LOCK_FILE = ".kvcat.lock"
 MOST_TEXT_BYTES = 1 << 28
 """The largest size of one document's file: far more than any model reads, and fits in memory."""
+SUMS_FILE = "SHA256SUMS"
+CHECKSUM = "checksum"
+"""The entry of a file's JSON or metadata that holds its seal."""
+NO_SEAL = "sha256:" + "0" * 64
+"""What ``sealed`` replaces."""
 _PARTIAL = ".partial-"
+_SEAL = re.compile(rb"sha256:([0-9a-f]{64})")
+# these also find a checksum with a damaged byte
+_JSON_SEAL = re.compile(rb'sha256:[0-9a-f]{64}"\s*\}\s*\Z')
+_LINE_SUM = re.compile(rb'(?:, )?"(?:.rc32|c.c32|cr.32|crc.2|crc3.)": "(.{8})"\}\Z', re.DOTALL)
+_SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_IS_DAMAGED = "is damaged: its content does not match its checksum"
 
 
 @contextmanager
@@ -27,24 +53,53 @@ def atomic_write(target: Path) -> Iterator[Path]:
     The block writes a file, or makes a folder and writes into it. If the block raises an error, its
     output is removed and the target is unchanged. A kill leaves the temporary path, which
     ``remove_partial`` removes. If several processes write, the last one wins. If the target is a
-    link, the file to which it points is written.
+    link, the file to which it points is written. A file keeps its mode; new files have the mode
+    that the umask gives, whatever the program that wrote them chose.
+
+    Raises:
+        InputError: the system cannot write: a full disk, a limit, no permission.
     """
     target = resolved(target)
     make_folder(target.parent)
     partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{threading.get_ident()}-{target.name}")
-    _remove(partial)
     try:
+        _remove(partial)
+        mode = target.stat().st_mode & 0o777 if target.is_file() else _usual_mode(partial)
         yield partial
         if partial.is_dir():
+            files = [path for path in partial.rglob("*") if path.is_file()]
+            for file in files:
+                file.chmod(mode)
             _sync(*partial.rglob("*"))
+        else:
+            partial.chmod(mode)
         _sync(partial)
         if partial.is_dir() and target.exists():
             _remove(target)
         partial.replace(target)
         _sync(target.parent)
-    except BaseException:
+    except BaseException as error:
         _remove(partial)
+        if isinstance(error, OSError | SafetensorError):
+            raise WriteError(f"cannot write {target}: {reason(error)}") from error
         raise
+
+
+class WriteError(InputError):
+    """A file that the system cannot write, now or for this user."""
+
+
+def reason(error: BaseException) -> str:
+    """Why the system cannot do something, without the number of the error."""
+    return getattr(error, "strerror", None) or one_line(error)
+
+
+def _usual_mode(unused: Path) -> int:
+    """The mode that the umask gives to a new file, found with a file at a path that is unused."""
+    os.close(os.open(unused, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+    mode = unused.stat().st_mode & 0o777
+    unused.unlink()
+    return mode
 
 
 def resolved(path: Path) -> Path:
@@ -96,39 +151,168 @@ def write_text(target: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def write_json(target: Path, content: Any) -> None:
-    """Write a value to a file as indented JSON; the file is replaced atomically."""
-    write_text(target, json.dumps(content, indent=2) + "\n")
+def sealed(content: bytes) -> bytes:
+    """The content with its checksum in the place of the last ``NO_SEAL``."""
+    start = content.rindex(NO_SEAL.encode())
+    seal = f"sha256:{hashlib.sha256(content).hexdigest()}".encode()
+    return content[:start] + seal + content[start + len(seal) :]
+
+
+def check_seal(content: bytes, name: object) -> None:
+    """Raise an ``InputError`` if a content is not what ``sealed`` returned.
+
+    Args:
+        content: bytes of a file.
+        name: name of the file.
+    """
+    seals = list(_SEAL.finditer(content))
+    if not seals:
+        raise InputError(f"{name} is damaged: it has no checksum")
+    start, end = seals[-1].span()
+    unsealed = content[:start] + NO_SEAL.encode() + content[end:]
+    if sealed(unsealed) != content:
+        raise InputError(f"{name} {_IS_DAMAGED}")
+
+
+def append_seal(path: Path) -> None:
+    """Append the checksum of a file's bytes to it; formats with offsets ignore further bytes."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    with path.open("ab") as file:
+        file.write(f"sha256:{digest}".encode())
+
+
+def check_appended_seal(path: Path) -> None:
+    """Raise an ``InputError`` if a file ends with a checksum that its bytes do not have."""
+    size = path.stat().st_size - len(NO_SEAL)
+    if size < 0:
+        return
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        file.seek(size)
+        seal = _SEAL.fullmatch(file.read())
+        if seal is None:
+            return
+        file.seek(0)
+        while size:
+            block = file.read(min(size, 1 << 20))
+            digest.update(block)
+            size -= len(block)
+    if digest.hexdigest().encode() != seal[1]:
+        raise InputError(f"{path} {_IS_DAMAGED}: write it again")
+
+
+def write_sums(folder: Path) -> None:
+    """Write the list of the SHA-256 of a folder's files, which ``sha256sum --check`` reads too."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SUMS_FILE)
+    lines = [f"{file_digest(file)}  {file.relative_to(folder).as_posix()}\n" for file in files]
+    (folder / SUMS_FILE).write_text("".join(lines), encoding="utf-8")
+
+
+def check_sums(folder: Path, *, leave_out: str = "") -> None:
+    """Raise an ``InputError`` if a folder has a list of hashes and a file is not as in the list.
+
+    Args:
+        folder: with or without such a list.
+        leave_out: files of these names, a pattern, are not read.
+    """
+    sums = folder / SUMS_FILE
+    if not sums.is_file():
+        return
+    for line in read_text(sums).splitlines():
+        match = _SUM.fullmatch(line)
+        if match is None:
+            raise InputError(f"{sums} is damaged: {line[:80]!r} is no checksum of a file")
+        file = folder / match[2]
+        if leave_out and file.match(leave_out):
+            continue
+        if file.is_file() and file_digest(file) != match[1]:
+            raise InputError(
+                f"{file} is damaged: it does not match {SUMS_FILE}; write the folder again, or "
+                f"remove {SUMS_FILE} if you changed the file on purpose"
+            )
+
+
+def file_digest(path: Path) -> str:
+    """The SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def write_json(target: Path, content: Mapping[str, Any]) -> None:
+    """Write an object as indented JSON with a checksum; the file is replaced atomically."""
+    with atomic_write(target) as partial:
+        partial.write_bytes(json_bytes(content))
+
+
+def json_bytes(content: Mapping[str, Any]) -> bytes:
+    """An object as a file of indented JSON with a checksum."""
+    text = json.dumps({**content, CHECKSUM: NO_SEAL}, indent=2) + "\n"
+    return sealed(text.encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file, or the table in a .toml file; ``InputError`` if there is none."""
-    parse = tomllib.loads if path.suffix == ".toml" else json.loads
     try:
-        content = parse(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not readable: {error}") from None
-    if not isinstance(content, dict):
+        content = path.read_bytes()
+    except OSError as error:
+        raise InputError(f"{path} is not readable: {reason(error)}") from None
+    return parse_json(content, path)
+
+
+def parse_json(content: bytes, path: Path | str) -> dict[str, Any]:
+    """The JSON object in a file's content without its checksum, or the table of a .toml file.
+
+    Raises:
+        InputError: it is none, or does not match its checksum.
+    """
+    parse = tomllib.loads if str(path).endswith(".toml") else json.loads
+    try:
+        parsed = parse(content.decode("utf-8-sig"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{path} is not readable: {one_line(error)}") from None
+    if not isinstance(parsed, dict):
         raise InputError(f"{path} does not contain a JSON object")
-    return content
+    if CHECKSUM in parsed or _JSON_SEAL.search(content):
+        try:
+            check_seal(content, path)
+        except InputError as error:
+            entry = f'the entry "{CHECKSUM}"'
+            raise InputError(f"{error}; if you changed it on purpose, remove {entry}") from None
+        del parsed[CHECKSUM]
+    return parsed
 
 
 def append_jsonl(path: Path, *records: Mapping[str, Any]) -> None:
-    """Append one JSON line per record, and return when they are on disk.
+    """Append one JSON line per record, each with a checksum, and return when they are on disk.
 
     A last line that a kill left incomplete is removed first.
     """
-    lines = [json.dumps(record) + "\n" for record in records]
-    with path.open("a+b") as stream:
-        is_empty = stream.tell() == 0
-        if not is_empty:
-            stream.seek(-1, os.SEEK_END)
-            if stream.read(1) != b"\n":
-                stream.seek(0)
-                stream.truncate(stream.read().rfind(b"\n") + 1)
-        stream.write("".join(lines).encode())
-        stream.flush()
-        os.fsync(stream.fileno())
+    try:
+        with path.open("a+b") as stream:
+            is_empty = stream.tell() == 0
+            if not is_empty:
+                stream.seek(-1, os.SEEK_END)
+                if stream.read(1) != b"\n":
+                    stream.seek(0)
+                    stream.truncate(stream.read().rfind(b"\n") + 1)
+            stream.write(jsonl_bytes(*records))
+            stream.flush()
+            os.fsync(stream.fileno())
+    except OSError as error:
+        raise WriteError(f"cannot write {path}: {reason(error)}") from error
+
+
+def jsonl_bytes(*records: Mapping[str, Any]) -> bytes:
+    """One JSON line per record; its last entry is the CRC-32 of what is before it."""
+    bodies = [json.dumps(record)[:-1].encode() for record in records]
+    return b"".join(body + _line_end(body) + b"\n" for body in bodies)
+
+
+def _line_end(body: bytes) -> bytes:
+    """The end of a line, after its other entries: its checksum."""
+    comma = b"" if body == b"{" else b", "
+    return comma + b'"crc32": "%08x"}' % zlib.crc32(body)
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
@@ -141,16 +325,61 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     """
     if not path.exists():
         return []
+    return parse_jsonl(path.read_bytes(), path)
+
+
+def parse_jsonl(content: bytes, path: Path | str) -> list[dict[str, Any]]:
+    """The records in the content of a log, without their checksums.
+
+    If one line has a checksum, all need one.
+
+    Raises:
+        InputError: as ``read_jsonl``.
+    """
+    *lines, torn = content.split(b"\n")
+    sums = [_LINE_SUM.search(line) for line in lines]
+    # a kill leaves the beginning of a line, not a whole line with another byte in place of its end
+    if _LINE_SUM.search(torn[:-1]):
+        lines.append(torn)
+        sums.append(None)
+    is_checked = any(sums)
     records = []
-    for line in path.read_bytes().split(b"\n")[:-1]:
+    for line, line_sum in zip(lines, sums, strict=True):
         try:
+            if is_checked and not _has_sum(line, line_sum):
+                raise ValueError("it does not match its checksum")
             record = json.loads(line)
             if not isinstance(record, dict):
                 raise ValueError("it is not a JSON object")
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path} is damaged: {line[:80]!r} is not a record: {error}") from None
+        if is_checked:
+            del record["crc32"]
         records.append(record)
     return records
+
+
+def check_record(types: Mapping[str, tuple[type, ...]], record: Mapping[str, Any]) -> None:
+    """Raise a ``ValueError`` for a record that lacks an entry, has another one or a wrong type.
+
+    Args:
+        types: types that each entry may have.
+        record: of a log or a table, which may have very many.
+    """
+    if record.keys() != types.keys():
+        wrong = sorted(record.keys() ^ types.keys())[0]
+        raise ValueError(f"it {'lacks' if wrong in types else 'has an unknown'} {wrong!r}")
+    for name, allowed in types.items():
+        if type(record[name]) not in allowed:
+            raise ValueError(f"its {name} is {str(record[name])[:80]!r}")
+
+
+def _has_sum(line: bytes, line_sum: re.Match[bytes] | None) -> bool:
+    """Whether a line has the checksum that was recognised in it."""
+    if line_sum is None:
+        return False
+    body = line[: line_sum.start()]
+    return line == body + _line_end(body)
 
 
 def make_folder(path: Path) -> None:
@@ -159,6 +388,26 @@ def make_folder(path: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InputError(f"cannot make folder {path}: {error.strerror}") from None
+
+
+def check_no_links(folder: Path) -> None:
+    """Raise an ``InputError`` if something in a folder is a link.
+
+    Somebody else may have made the folder: through a link, other files would be written or removed.
+    The folder itself may be a link.
+    """
+    for place, folders, files in os.walk(folder):
+        for name in sorted([*folders, *files]):
+            check_no_link(Path(place, name), folder)
+
+
+def check_no_link(path: Path, folder: Path) -> None:
+    """Raise an ``InputError`` if a path in a folder is a link."""
+    if path.is_symlink():
+        raise InputError(
+            f"{path} is a link, and kvcat follows none in {folder}: put what it points to in its "
+            "place, or let the whole folder be a link"
+        )
 
 
 def check_new_folder(path: Path) -> None:
@@ -178,6 +427,7 @@ def claim_folder(
     Raises:
         InputError: the folder holds other files, but no configuration file.
     """
+    check_no_links(path)
     remove_partial(path)
     file = path / config_file
     if file.exists():
@@ -210,6 +460,7 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
     """
     is_new = not folder.exists()
     make_folder(folder)
+    check_no_link(folder / name, folder)
     lock = FileLock(folder / name, timeout=timeout)
     try:
         lock.acquire()

@@ -2,9 +2,9 @@
 
 import dataclasses
 import json
-import math
 import numbers
 import re
+import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -88,6 +88,36 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
             raise InputError(f"{name}: {option} is {value!r}{hint}; it must be {wanted}") from None
 
 
+def typed_fields(hints: Mapping[str, Any], content: Any, name: object) -> dict[str, Any]:
+    """The entries of a file in the types of their fields.
+
+    Args:
+        hints: type of every entry, as in ``typed_value``.
+        content: what the file holds.
+        name: of the file, for error messages.
+
+    Raises:
+        InputError: an entry is missing, unknown or of a wrong type.
+    """
+    if not isinstance(content, Mapping):
+        raise InputError(
+            f"{name} is damaged: {str(content)[:80]!r} is no table of {', '.join(hints)}"
+        )
+    for entry in [*hints, *content]:
+        if entry not in content or entry not in hints:
+            problem = "lacks" if entry in hints else "has an unknown entry"
+            raise InputError(f"{name} is damaged or not of this version: it {problem} {entry!r}")
+    typed = {}
+    for entry, hint in hints.items():
+        try:
+            typed[entry] = typed_value(content[entry], hint)
+        except TypeError:
+            value = repr(content[entry])[:80]
+            problem = f"its {entry} is {value}; it must be {describe_type(hint)}"
+            raise InputError(f"{name} is damaged: {problem}") from None
+    return typed
+
+
 def typed_value(value: Any, hint: Any) -> Any:
     """A value from JSON, TOML or Python, converted to the type of an option.
 
@@ -95,7 +125,8 @@ def typed_value(value: Any, hint: Any) -> Any:
 
     Args:
         value: value to convert.
-        hint: bool, int, float, str, None, a Literal, a tuple of these, or a union of them.
+        hint: bool, int, float, str, None, a Literal, a tuple of these, a dict of texts and these,
+            or a union of them.
 
     Raises:
         TypeError: the value does not have the type.
@@ -108,9 +139,13 @@ def typed_value(value: Any, hint: Any) -> Any:
         return value
     if kind is tuple and isinstance(value, tuple | list):
         return _typed_tuple(value, arguments)
+    if kind is dict and isinstance(value, dict):
+        return {
+            typed_value(key, str): typed_value(each, arguments[1]) for key, each in value.items()
+        }
     number: Any = value
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if kind is float and is_number and math.isfinite(number):
+    if kind is float and is_number and abs(number) <= sys.float_info.max:
         return float(number)
     if kind is int and is_number and isinstance(value, numbers.Integral):
         return int(number)
@@ -133,6 +168,8 @@ def describe_type(hint: Any) -> str:
     if kind is tuple:
         count = "" if arguments[-1] is ... else f"{len(arguments)} "
         return f"a list of {count}values, each {describe_type(arguments[0])}"
+    if kind is dict:
+        return f"a table, each entry {describe_type(arguments[1])}"
     return _TYPE_WORDS[kind]
 
 

@@ -157,4 +157,4 @@ def test_a_store_that_is_damaged_or_in_use(tiny_folder, tmp_path, mistake, corpu
     (store / "manifest.parquet").write_bytes(b"no table")
     assert "manifest.parquet is damaged" in mistake(*words)
     (store / "store.json").write_text("{")
-    assert "store.json is damaged" in mistake(*words)
+    assert "store.json is not readable" in mistake(*words)

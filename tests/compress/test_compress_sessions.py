@@ -1,6 +1,7 @@
 """Sessions: exact until the first compaction, compacted without harm to what must stay, saved."""
 
 import copy
+import json
 import subprocess
 import sys
 from datetime import datetime
@@ -10,6 +11,7 @@ import torch
 
 from kvcat import Session
 from kvcat.cache import CompactCache
+from kvcat.cache.files import SESSION, read_tensors, write_tensors
 from kvcat.compress import Eviction, replay, trace
 from tiny import byte_tokenizer, loud_model, refusal
 
@@ -365,6 +367,54 @@ def test_a_file_that_is_damaged_or_of_another_model_or_in_use_is_rejected(
         Session.load, path, model, tokenizer
     )
     assert "no cache file" in refusal(Session.load, tmp_path / "none", model, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("settings budget", float("nan")),
+        ("settings budget", None),
+        ("settings protect", [[0]]),
+        ("settings tail", True),
+        ("conversation turns", [["user"]]),
+        ("conversation", 3),
+        ("scales", [1.0]),
+        ("scales", []),
+        ("place", 10**30),
+        ("num_compactions", "two"),
+        ("compact", {}),
+        ("compact num_tokens", "7"),
+        ("ids", torch.zeros(3)),
+        ("ids", torch.full((60,), 10**6)),
+        ("keys.0", torch.zeros(1, 2, 8, 9, dtype=torch.float64)),
+        ("values.1", torch.full((1, 2, 8, 8), torch.nan, dtype=torch.float64)),
+        ("queries.1", None),
+        ("hidden", torch.tensor(1.0)),
+        ("past.positions", torch.arange(5).flip(0)),
+        ("past.outputs.scales.0", torch.zeros(0)),
+    ],
+)
+def test_what_is_no_session_is_rejected_though_the_checksum_is_right(
+    model, tokenizer, make, tmp_path, place, value
+):
+    path = tmp_path / "talk.session"
+    with make(num_kept=5) as session:
+        session.append(TOKENS[:60])
+        session.save(path)
+    entries, tensors, _ = read_tensors(path, SESSION)
+    content = json.loads(entries["content"])
+    if place in tensors:
+        tensors[place] = value
+        tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    else:
+        *folders, last = place.split()
+        table = content[folders[0]] if folders else content
+        assert last in table
+        table[last] = value
+    write_tensors(path, tensors, {**entries, "content": json.dumps(content)}, SESSION)
+    message = refusal(Session.load, path, model, tokenizer)
+    assert message.startswith(str(path))
+    assert "\n" not in message
 
 
 def test_a_file_in_use_by_another_process_is_rejected_and_free_when_that_one_ends(

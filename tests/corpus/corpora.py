@@ -19,12 +19,13 @@ def text_of(number, length=2):
 
 
 def contents(store):
-    """The bytes of every file of a local store except the manifest, whose rows lack times."""
+    """The bytes of every file of a local store except the manifest, whose rows lack times and how
+    often they were made."""
     files = {}
     for path in sorted(store.rglob("*")):
         name = path.relative_to(store).as_posix()
         if path.is_file() and not path.name.startswith(".kvcat") and name != "manifest.parquet":
             files[name] = path.read_bytes()
     manifest = pyarrow.parquet.read_table(store / "manifest.parquet")
-    files["manifest"] = manifest.drop_columns(["seconds", "finished"]).to_pylist()
+    files["manifest"] = manifest.drop_columns(["seconds", "finished", "revision"]).to_pylist()
     return files

@@ -1,5 +1,6 @@
 """A store: caches by document, continued runs, changed documents, and what is rejected."""
 
+import hashlib
 import os
 import random
 import resource
@@ -23,6 +24,9 @@ from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import check_store, open_writer
 from tiny import refusal, write_tiny_model
+
+# store.json of a model that is not there
+STORED = {**CorpusSettings().record(), "dtype": "float32", "model": "large", "fingerprint": "2:00"}
 
 
 def test_a_cache_of_a_store_is_that_of_its_document_compressed_alone(
@@ -176,6 +180,49 @@ def test_a_changed_document_and_a_lost_file_are_made_again_and_no_other(corpus, 
     assert contents(store) == after
 
 
+def test_a_document_that_is_made_again_while_the_clock_is_behind_has_its_new_row(
+    corpus, compress, tmp_path, monkeypatch
+):
+    store = tmp_path / "store"
+    compress(corpus, store)
+    lines = corpus.read_text().splitlines()
+    now = time.time()
+    for seed, seconds in ((9, -3600), (10, -7200)):
+        write_rows(corpus, [*lines[:2], {"id": "doc-2", "text": text_of(seed)}, *lines[3:]])
+        monkeypatch.setattr(time, "time", lambda seconds=seconds: now + seconds)
+        assert compress(corpus, store).num_made == 1
+        row = Store(store).row("doc-2")
+        assert row.checksum == hashlib.sha256(text_of(seed).encode()).hexdigest()[:32]
+        assert Store(store)["doc-2"].metadata["text_checksum"] == row.checksum
+        assert compress(corpus, store).num_made == 0
+
+
+@pytest.mark.parametrize("name", [cache_file("doc-0"), "caches/00", "manifest.parquet"])
+def test_what_a_link_in_a_store_points_to_is_never_written_read_or_removed(
+    corpus, compress, tmp_path, name
+):
+    store = tmp_path / "store"
+    compress(corpus, store)
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / ".partial-1").write_text("my file")
+    (store / name).unlink(missing_ok=True)
+    (store / name).symlink_to(mine if "." not in name else mine / ".partial-1")
+    if "." in name:
+        assert "is a link" in refusal(lambda: Store(store)["doc-0"])
+        lines = corpus.read_text().splitlines()
+        write_rows(corpus, [{"id": "doc-0", "text": text_of(9)}, *lines[1:]])
+        assert "is a link" in refusal(compress, corpus, store)
+    else:
+        compress(corpus, store)
+    assert (mine / ".partial-1").read_text() == "my file"
+    os.rename(store, tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / name).unlink()
+    store.symlink_to(tmp_path / "elsewhere")  # a link to a store is followed
+    compress(corpus, store)
+    assert len(Store(store)) == 6
+
+
 def test_documents_in_the_manifest_of_another_model_are_made_again(
     compress, corpus, tmp_path, tmp_path_factory
 ):
@@ -210,7 +257,7 @@ def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, comp
     ],
 )
 def test_a_store_of_other_settings_is_rejected_by_name(corpus, compress, tmp_path, options, name):
-    with open_writer(tmp_path / "store", CorpusSettings().record()):
+    with open_writer(tmp_path / "store", STORED):
         pass
     message = refusal(compress, corpus, tmp_path / "store", CorpusSettings(**options))
     assert f"was made with {name}" in message
@@ -244,7 +291,7 @@ def test_budgets_that_change_during_a_run_end_it_before_their_caches_are_stored(
 def test_a_store_of_another_model_and_a_folder_of_other_files_are_rejected(
     corpus, compress, tmp_path
 ):
-    with open_writer(tmp_path / "store", {"model": "large", "fingerprint": "2:00"}):
+    with open_writer(tmp_path / "store", STORED):
         pass
     message = refusal(compress, corpus, tmp_path / "store")
     assert "was made with" in message
@@ -256,7 +303,7 @@ def test_a_store_of_another_model_and_a_folder_of_other_files_are_rejected(
 
 
 def test_a_second_writer_is_rejected_and_shards_may_write_together(tmp_path):
-    settings = CorpusSettings().record()
+    settings = STORED
     with open_writer(tmp_path, settings):
         message = refusal(open_writer(tmp_path, settings).__enter__)
         assert "another process is writing" in message
@@ -278,7 +325,7 @@ def test_shards_make_disjoint_parts_of_the_same_store(corpus, compress, tmp_path
 
 def test_temporary_files_of_workers_that_died_are_removed(tmp_path):
     for _ in range(2):
-        with open_writer(tmp_path, CorpusSettings().record()):
+        with open_writer(tmp_path, STORED):
             (tmp_path / "caches").mkdir(exist_ok=True)
             (tmp_path / "caches" / ".partial-1-2-x.safetensors").touch()
         assert not list(tmp_path.rglob(".partial-*"))
@@ -491,7 +538,7 @@ def test_a_store_that_another_writer_makes_between_two_requests_is_no_other_fold
     tmp_path, monkeypatch, is_remote, enter
 ):
     address = f"memory://{tmp_path.name}/store" if is_remote else tmp_path / "store"
-    settings = CorpusSettings().record()
+    settings = STORED
     storage_type = type(open_storage(address))
     occupant = storage_type.occupant
 

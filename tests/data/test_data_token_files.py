@@ -1,6 +1,5 @@
 """A prepared folder: complete or absent, and rejected if it is damaged."""
 
-import json
 import re
 import resource
 import shutil
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, split_of, token_files
 from kvcat.data.token_files import open_token_folder
 from kvcat.errors import InputError
+from kvcat.files import json_bytes, read_json
 from text_files import of_split, texts, write_corpus, write_lines
 from tiny import byte_tokenizer, refusal
 
@@ -59,7 +59,7 @@ def interrupted(at, *args, **options):
 def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(
     corpus, good, tokenizer, tmp_path
 ):
-    index = json.loads((good / "tokens.json").read_text())
+    index = read_json(good / "tokens.json")
     for split in ("train", "validation"):
         assert index["splits"][split]["documents"] == len(of_split(corpus[1], split))
     write_corpus(tmp_path / "texts", "lines", num_files=1, a_file=80)
@@ -67,8 +67,8 @@ def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(
     tables = open_token_folder(tmp_path / "tokens", Encoder.of(tokenizer), 12)
     for split, table in zip(("train", "validation"), tables, strict=True):
         documents = (d for d in open_documents(str(tmp_path / "texts")) if split_of(d.id) == split)
-        assert np.array_equal(table, pack(documents, Encoder.of(tokenizer), 12))
-        assert table.dtype == np.uint16
+        assert np.array_equal(table[:], pack(documents, Encoder.of(tokenizer), 12))
+        assert table[0].dtype == np.uint16
 
 
 @pytest.mark.parametrize("count", [1, 50, 1999])
@@ -153,7 +153,7 @@ def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_rejecte
     index = prepare(
         corpus[0], tokenizer, folder, on_progress=lambda _: pytest.fail("it was made again")
     )
-    assert index == json.loads((good / "tokens.json").read_text())
+    assert index == read_json(good / "tokens.json")
     with pytest.raises(InputError, match="max_tokens is 0; it must be at least 1"):
         prepare(corpus[0], tokenizer, tmp_path / "none", max_tokens=0)
     with pytest.raises(InputError, match="holds other tokens: its max_tokens is None, not 5"):
@@ -215,8 +215,15 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_rejected_and_leaves_nothin
         ("tokens.json", lambda data: b"[]", "does not contain a JSON object"),
         (
             "tokens.json",
-            lambda data: data.replace(b'"version": 1', b'"version": 2'),
+            lambda data: json_bytes({"format": "kvcat tokens", "version": 2}),
             "has format 2, and this version of kvcat reads 1: prepare",
+        ),
+        ("validation.crc32", None, "is incomplete: validation.crc32 is missing"),
+        ("train.crc32", lambda data: data[:-1], r"train.crc32 is damaged: it has 3 bytes, not 4"),
+        (
+            "tokens.json",
+            lambda data: json_bytes({"format": "kvcat tokens", "version": 1}),
+            "lacks 'source'",
         ),
     ],
 )
@@ -237,8 +244,8 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with
     for seq_len in (5, 8):
         data = open_tokens(str(good), tokenizer, seq_len=seq_len, **COUNTS)
         table, _ = open_token_folder(good, Encoder.of(tokenizer), seq_len)
-        assert isinstance(table, np.memmap)
-        assert not table.flags.writeable
+        assert isinstance(table[:], np.memmap)
+        assert not table[:].flags.writeable
         order = np.random.default_rng([0, 0]).permutation(len(table)).tolist()
         assert data.train.read().tolist() == table[order[:3]].tolist()
         assert len(data.validation) == 3

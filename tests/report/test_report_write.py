@@ -19,6 +19,7 @@ from report_examples import (
 from kvcat.cli.report import report as report_command
 from kvcat.errors import InputError
 from kvcat.evals import compare_models, summarise
+from kvcat.files import jsonl_bytes, read_jsonl
 from kvcat.report import write_report as write_with_all_draws
 from kvcat.report.figures import file_names
 from tiny import refusal
@@ -251,10 +252,8 @@ METRICS = "metrics.jsonl"
 def test_damaged_results_are_one_line_before_anything_is_written(name, changes, line, tmp_path):
     folder = write_results(tmp_path / "results", made_up_records(("base",), 3, ("snapkv",)))
     (folder / METRICS).write_text((write_run(tmp_path / "run", "router") / METRICS).read_text())
-    with (folder / name).open("r+") as stream:  # a further line: the first one with these fields
-        first = json.loads(stream.readline())
-        stream.seek(0, 2)
-        stream.write(json.dumps({**first, **changes}) + "\n")
+    records = read_jsonl(folder / name)
+    (folder / name).write_bytes(jsonl_bytes(*records, {**records[0], **changes}))
     assert line in refusal(
         write_report, [folder], tmp_path / "out", title="T", runs={"kvcat": folder}
     )

@@ -1,7 +1,9 @@
 """A run that was stopped equals one that was not."""
 
 import dataclasses
+import hashlib
 import os
+import pickle
 import shutil
 import signal
 import time
@@ -264,6 +266,37 @@ def test_what_is_saved_is_the_state_at_the_call_and_what_is_loaded_is_what_was_s
         other.load_newest()
 
 
+class Command:
+    """What a pickle of somebody else may hold: reading it runs a command."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __reduce__(self):
+        return Path.touch, (self.file,)
+
+
+@pytest.mark.parametrize("place", ["metadata", "value"])
+def test_a_command_in_a_checkpoint_does_not_run(place, tmp_path):
+    saving = checkpoints(tmp_path)
+    if place == "value":
+        tensors = saving._tensors()
+        tensors["optimizer"]["param_groups"][0]["weight_decay"] = Command(tmp_path / "ran")
+        saving._tensors = lambda: tensors
+    saving.save(1, {"place": 1})
+    saving.wait()
+    folder = tmp_path / "checkpoints" / "step-000001"
+    if place == "metadata":
+        (folder / ".metadata").write_bytes(pickle.dumps(Command(tmp_path / "ran")))
+        state = read_json(folder / "state.json")
+        digest = hashlib.sha256((folder / ".metadata").read_bytes()).hexdigest()
+        state["sha256"] = {**state["sha256"], ".metadata": digest}
+        write_json(folder / "state.json", state)
+    with pytest.raises(InputError, match=r"step-000001 cannot be loaded: [^\n]*$"):
+        checkpoints(tmp_path).load_newest()
+    assert not (tmp_path / "ran").exists()
+
+
 @pytest.mark.parametrize(
     ("name", "harm"),
     [
@@ -296,11 +329,12 @@ def test_a_checkpoint_that_may_be_whole_is_never_passed_over(tmp_path, monkeypat
     for step in (1, 2):
         save(tmp_path, step)
     described = tmp_path / "checkpoints" / "step-000002" / "state.json"
-    described.write_text(described.read_text().replace('"format": 2', '"format": 3'))
+    state = read_json(described)
+    write_json(described, {**state, "format": 3})
     with pytest.raises(InputError, match=r"step-000002 .*format 3, .* reads 2: begin"):
         checkpoints(tmp_path).load_newest()
     monkeypatch.setattr(
-        Path, "read_text", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+        Path, "read_bytes", lambda _: (_ for _ in ()).throw(OSError(5, "Input/output error"))
     )
     with pytest.raises(InputError, match=r"step-000002 cannot be read: Input/output error"):
         checkpoints(tmp_path).load_newest()

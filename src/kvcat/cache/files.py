@@ -169,16 +169,9 @@ def parse_metadata(text: str, name: object) -> dict[str, str]:
 
 
 def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
-    """Write a file from consecutive pieces, whole or not at all.
-
-    Raises:
-        InputError: the file cannot be written.
-    """
-    try:
-        with atomic_write(path) as partial, partial.open("wb") as file:
-            file.writelines(pieces)
-    except OSError as error:
-        raise InputError(f"cannot write {path}: {error.strerror}") from error
+    """Write a file from consecutive pieces, whole or not at all; ``InputError`` if it cannot."""
+    with atomic_write(path) as partial, partial.open("wb") as file:
+        file.writelines(pieces)
 
 
 def quantized_entries(layer: QuantizedLayer) -> dict[str, str]:

@@ -1,6 +1,5 @@
 """The ``kvcat`` program: its commands and its exit codes."""
 
-import errno
 import importlib
 import os
 import sys
@@ -8,8 +7,9 @@ from typing import Any
 
 from kvcat.cli.names import evaluation_lines
 from kvcat.cli.threads import THREADS_HELP, take_threads
-from kvcat.errors import InputError, did_you_mean, one_line
+from kvcat.errors import InputError, did_you_mean
 from kvcat.extras import missing_package
+from kvcat.files import reason
 from kvcat.memory import is_out_of_memory
 
 COMMANDS: dict[str, tuple[str, str]] = {
@@ -48,6 +48,7 @@ The module is imported when the command runs.
 """
 
 _EVAL = "eval "
+_NO_MEMORY = "this machine has not enough memory for it: take a smaller model, text or batch"
 _OVERVIEW = """\
 Compress the KV caches of language models, train models whose caches compress better, and measure
 what both cost.
@@ -104,11 +105,10 @@ def run(argv: list[str]) -> int:
 def _exit_code(error: Exception) -> int:
     """The exit code for an error; it is raised again if it is a bug."""
     if is_out_of_memory(error):
-        return _say(f"not enough memory: {one_line(error)}", 2)
-    if isinstance(error, OSError):  # no permission, a full disk
-        if not error.filename and error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise error
-        return _say(f"cannot use {error.filename or 'the disk'}: {error.strerror}", 2)
+        return _say(_NO_MEMORY, 2)
+    if isinstance(error, OSError):  # no permission, a full disk, a limit, a broken connection
+        named = f"cannot use {error.filename}: " if error.filename else ""
+        return _say(named + reason(error), 2)
     signal = getattr(error, "signum", None)
     if isinstance(signal, int):  # training saved its state and stopped
         return _say(str(error), 128 + signal)

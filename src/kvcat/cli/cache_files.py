@@ -9,7 +9,7 @@ from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.cli import early
 from kvcat.cli import options as opt
 from kvcat.errors import InputError
-from kvcat.files import check_new_folder, write_json
+from kvcat.files import check_new_folder, write_sums, write_text
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -194,7 +194,8 @@ def widen(
     else:
         save(wide, tokenizer, output)
     if overrides is not None:
-        write_json(output / "vllm.json", overrides)
+        write_text(output / "vllm.json", json_module.dumps(overrides, indent=2) + "\n")
+        write_sums(output)
     config = wide.config
     print(
         f"{output}: heads of {config.head_dim} channels, "

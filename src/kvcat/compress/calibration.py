@@ -9,12 +9,12 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from kvcat.compress.tracing import trace
 from kvcat.errors import InputError, whole
 from kvcat.files import read_json, write_json
 from kvcat.models import model_name
+from kvcat.options import typed_fields
 from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
@@ -198,11 +199,12 @@ class CalibratedBudgets:
     @cached_property
     def digest(self) -> str:
         """A hash of the content."""
-        return _checksum(self._content())
+        text = json.dumps(self._content(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
         """Write a JSON file with a checksum; it is replaced atomically."""
-        write_json(Path(path), {**self._content(), "sha256": self.digest})
+        write_json(Path(path), self._content())
 
     def _content(self) -> dict[str, Any]:
         """The budgets as a JSON object."""
@@ -220,20 +222,8 @@ class CalibratedBudgets:
             raise InputError(
                 f"{path} is no file of `kvcat budgets` of format {FORMAT}: make the budgets again"
             )
-        checksum = content.pop("sha256", None)
-        if checksum != _checksum(content):
-            raise InputError(f"{path} is damaged: its content does not have its checksum")
         del content["format"]
-        names = {field.name for field in fields(cls)}
-        for name in sorted(names ^ set(content)):
-            what = "lacks" if name in names else "has"
-            raise InputError(f"{path} is of another version of kvcat: it {what} {name!r}")
-        errors = tuple(
-            tuple(tuple(of_head) for of_head in of_layer) for of_layer in content.pop("errors")
-        )
-        sizes = tuple(content.pop("sizes"))
-        long_layers = tuple(content.pop("long_layers"))
-        return cls(sizes=sizes, errors=errors, long_layers=long_layers, **content)
+        return cls(**typed_fields(get_type_hints(cls), content, path))
 
 
 def calibrate(
@@ -389,9 +379,3 @@ def budget_digests(method: str) -> str:
         InputError: as ``load_budgets``.
     """
     return ", ".join(load_budgets(file).digest[:16] for file in budget_files(method))
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    """A hash of a JSON object."""
-    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
-    return hashlib.sha256(text.encode()).hexdigest()

@@ -2,10 +2,10 @@
 
 import hashlib
 import io
-import json
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from types import NoneType
 from typing import Any
 
 import pyarrow
@@ -13,6 +13,7 @@ from pyarrow import parquet
 
 from kvcat.corpus.storage import Storage
 from kvcat.errors import InputError, one_line
+from kvcat.files import CHECKSUM, NO_SEAL, check_record, check_seal, parse_jsonl, sealed
 
 MANIFEST = "manifest.parquet"
 JOURNAL = "journal"
@@ -37,7 +38,8 @@ class Row:
         fingerprint: fingerprint of the model.
         file: name of the cache file in the store.
         error: why there is no cache; None if there is one.
-        finished: seconds since 1970.
+        finished: seconds since 1970, for people: clocks differ.
+        revision: of several rows of a document, the one with the largest revision is the newest.
     """
 
     id: str
@@ -54,6 +56,21 @@ class Row:
     file: str | None
     error: str | None
     finished: float
+    revision: int = 0
+
+    @classmethod
+    def of(cls, record: Mapping[str, Any]) -> "Row":
+        """The row with these values; ``ValueError`` for one that is missing or of another type."""
+        check_record(_TYPES, record)
+        return cls(**record)
+
+    @property
+    def age(self) -> tuple[int, float]:
+        """What orders the rows of one document.
+
+        Writers at the same time may give the same revision; only then the clock decides.
+        """
+        return (self.revision, self.finished)
 
     @classmethod
     def failed(cls, id: str, checksum: str, error: str, about: Mapping[str, str]) -> "Row":
@@ -71,7 +88,7 @@ class Row:
 
     def record(self) -> dict[str, Any]:
         """The row as JSON values."""
-        return asdict(self)
+        return dict(vars(self))
 
 
 SCHEMA = pyarrow.schema(
@@ -90,9 +107,21 @@ SCHEMA = pyarrow.schema(
         ("file", pyarrow.string()),
         ("error", pyarrow.string()),
         ("finished", pyarrow.float64()),
+        ("revision", pyarrow.int64()),
     ]
 )
 """The columns of ``manifest.parquet``, in the order of ``Row``."""
+
+_MAY_BE_NONE = ("tokens", "slots", "bytes", "kl", "supervision", "file", "error")
+_PYTHON_TYPES = {
+    pyarrow.string(): (str,),
+    pyarrow.int64(): (int,),
+    pyarrow.float64(): (float, int),
+}
+_TYPES = {
+    column.name: _PYTHON_TYPES[column.type] + (NoneType,) * (column.name in _MAY_BE_NONE)
+    for column in SCHEMA
+}
 
 
 def cache_file(id: str) -> str:
@@ -111,12 +140,16 @@ def read_rows(storage: Storage) -> dict[str, Row]:
     # logs first: one that disappears now is in the manifest by then
     for name in storage.names(JOURNAL):
         rows += journal_rows(storage, name)
-    return merged([*_manifest_rows(storage), *rows])
+    return merged([*manifest_rows(storage), *rows])
 
 
 def merged(rows: Iterable[Row]) -> dict[str, Row]:
-    """The row of every document that was finished last, by id."""
-    return {row.id: row for row in sorted(rows, key=lambda row: row.finished)}
+    """The newest row of every document, by id."""
+    newest: dict[str, Row] = {}
+    for row in rows:
+        if row.id not in newest or row.age >= newest[row.id].age:
+            newest[row.id] = row
+    return newest
 
 
 def write_manifest(storage: Storage, rows: Iterable[Row]) -> None:
@@ -124,30 +157,31 @@ def write_manifest(storage: Storage, rows: Iterable[Row]) -> None:
     ordered = sorted(rows, key=lambda row: row.id)
     table = pyarrow.Table.from_pylist([row.record() for row in ordered], schema=SCHEMA)
     buffer = io.BytesIO()
-    parquet.write_table(table, buffer)
-    storage.write(MANIFEST, buffer.getvalue())
+    with parquet.ParquetWriter(buffer, SCHEMA) as writer:
+        writer.write_table(table)
+        writer.add_key_value_metadata({CHECKSUM: NO_SEAL})
+    storage.write(MANIFEST, sealed(buffer.getvalue()))
 
 
-def _manifest_rows(storage: Storage) -> list[Row]:
+def manifest_rows(storage: Storage) -> list[Row]:
+    """The rows of the manifest; ``InputError`` if it is damaged."""
     content = storage.read(MANIFEST)
     if content is None:
         return []
-    names = [field.name for field in fields(Row)]
+    name = f"{storage.address}/{MANIFEST}"
+    check_seal(content, name)
     try:
-        records = parquet.read_table(io.BytesIO(content), columns=names).to_pylist()
-        return [Row(**record) for record in records]
-    except (pyarrow.ArrowException, TypeError, OSError) as error:
-        raise InputError(f"{storage.address}/{MANIFEST} is damaged: {one_line(error)}") from None
+        records = parquet.read_table(io.BytesIO(content)).to_pylist()
+        return [Row.of(record) for record in records]
+    except (pyarrow.ArrowException, ValueError, OSError) as error:
+        raise InputError(f"{name} is damaged: {one_line(error)}") from None
 
 
 def journal_rows(storage: Storage, name: str) -> list[Row]:
     """The rows of a log; a last line that a kill left incomplete is skipped."""
-    rows = []
-    for line in (storage.read(name) or b"").split(b"\n")[:-1]:
-        try:
-            rows.append(Row(**json.loads(line)))
-        except (ValueError, TypeError) as error:
-            raise InputError(
-                f"{storage.address}/{name} is damaged: {line[:80]!r} is no row: {one_line(error)}"
-            ) from None
-    return rows
+    path = f"{storage.address}/{name}"
+    records = parse_jsonl(storage.read(name) or b"", path)
+    try:
+        return [Row.of(record) for record in records]
+    except ValueError as error:
+        raise InputError(f"{path} is damaged: a line is no row: {one_line(error)}") from None

@@ -169,4 +169,4 @@ def _results(data: Any) -> Iterator[tuple[list[EncodedDocument], list[Row]]]:
             for record in json.loads(result[_BATCH]):
                 is_made = record.pop("is_made")
                 batch.append(EncodedDocument(CorpusDocument(**record), is_made=is_made))
-            yield batch, [Row(**record) for record in json.loads(result[_ROWS])]
+            yield batch, [Row.of(record) for record in json.loads(result[_ROWS])]

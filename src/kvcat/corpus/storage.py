@@ -1,6 +1,5 @@
 """Where a store keeps its files: a folder, or an address that fsspec opens (``s3://``, ...)."""
 
-import json
 import os
 import tempfile
 import uuid
@@ -14,7 +13,15 @@ import fsspec
 
 from kvcat.cache import CompactCache
 from kvcat.errors import InputError, one_line
-from kvcat.files import append_jsonl, atomic_write, make_folder, one_writer, remove_partial
+from kvcat.files import (
+    append_jsonl,
+    atomic_write,
+    check_no_link,
+    jsonl_bytes,
+    make_folder,
+    one_writer,
+    remove_partial,
+)
 
 WRITER_LOCK = ".kvcat.lock"
 _HIDDEN = ".kvcat"
@@ -86,6 +93,9 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """Files in a folder.
 
+    No link in the folder is followed, because somebody else may have made it; the folder itself may
+    be a link.
+
     Args:
         root: the folder; it need not exist.
     """
@@ -97,29 +107,28 @@ class LocalStorage(Storage):
     def read(self, name: str) -> bytes | None:
         """The content of a file; None if it does not exist."""
         try:
-            return (self.root / name).read_bytes()
+            return self._path(name).read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file, or replace it."""
-        with atomic_write(self.root / name) as partial:
+        with atomic_write(self._path(name)) as partial:
             partial.write_bytes(content)
 
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Add records to a log of JSON lines, on disk when this returns."""
-        path = self.root / name
+        path = self._path(name)
         make_folder(path.parent)
         append_jsonl(path, *records)
 
     def names(self, folder: str) -> list[str]:
         """The names of all files below a folder, sorted, without hidden ones."""
-        files = [path for path in (self.root / folder).rglob("*") if path.is_file()]
-        return sorted(
-            path.relative_to(self.root).as_posix()
-            for path in files
-            if not path.name.startswith(".")
-        )
+        names = []
+        for place, _, files in os.walk(self._path(folder)):
+            below = Path(place).relative_to(self.root)
+            names += [(below / name).as_posix() for name in files if not name.startswith(".")]
+        return sorted(names)
 
     def occupant(self) -> str | None:
         """The name of something in the folder that is not hidden; None if it is empty."""
@@ -130,7 +139,7 @@ class LocalStorage(Storage):
 
     def remove(self, name: str) -> None:
         """Remove a file if it exists."""
-        (self.root / name).unlink(missing_ok=True)
+        self._path(name).unlink(missing_ok=True)
 
     def check_writable(self) -> None:
         """Reject a folder in which, or in whose nearest parent, no file can be written."""
@@ -144,11 +153,11 @@ class LocalStorage(Storage):
 
     def save_cache(self, name: str, cache: CompactCache) -> None:
         """Write a cache file, or replace it."""
-        cache.save(self.root / name)
+        cache.save(self._path(name))
 
     def load_cache(self, name: str) -> CompactCache:
         """The cache in a file."""
-        return CompactCache.load(self.root / name)
+        return CompactCache.load(self._path(name))
 
     @contextmanager
     def writer(self, shard: str | None) -> Iterator[None]:
@@ -182,9 +191,16 @@ class LocalStorage(Storage):
 
     def _remove_partial(self) -> None:
         """Remove temporary files of killed writers."""
-        folders = [folder for folder in self.root.rglob("*") if folder.is_dir()]
-        for folder in [self.root, *folders]:
-            remove_partial(folder)
+        for place, _, _ in os.walk(self.root):
+            remove_partial(Path(place))
+
+    def _path(self, name: str) -> Path:
+        """The path of a file or folder; ``InputError`` if a part of it below the root is a link."""
+        path = self.root
+        for step in Path(name).parts:
+            path = path / step
+            check_no_link(path, self.root)
+        return path
 
 
 class RemoteStorage(Storage):
@@ -218,8 +234,7 @@ class RemoteStorage(Storage):
     def append(self, name: str, records: list[dict[str, Any]]) -> None:
         """Add records as a new file NAME.NUMBER: object stores cannot append."""
         number = self._next_number.get(name, 0)
-        lines = [json.dumps(record) + "\n" for record in records]
-        self.write(f"{name}.{number:06d}", "".join(lines).encode())
+        self.write(f"{name}.{number:06d}", jsonl_bytes(*records))
         self._next_number[name] = number + 1
 
     def names(self, folder: str) -> list[str]:

@@ -1,12 +1,12 @@
 """A store of compact caches: reading it by document, and writing to it."""
 
-import json
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 from kvcat.cache import CompactCache
 from kvcat.corpus.manifest import (
@@ -15,13 +15,16 @@ from kvcat.corpus.manifest import (
     Row,
     cache_file,
     journal_rows,
+    manifest_rows,
     merged,
     read_rows,
     write_manifest,
 )
-from kvcat.corpus.settings import check_same
+from kvcat.corpus.settings import CorpusSettings, check_same
 from kvcat.corpus.storage import LocalStorage, Storage, open_storage
 from kvcat.errors import InputError
+from kvcat.files import json_bytes, parse_json
+from kvcat.options import typed_fields
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -36,7 +39,8 @@ CHAT_STORE = (
 """Why documents of such a store cannot follow one another."""
 _FORMAT = "kvcat-store-1"
 _SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
-_SECONDS_OF_A_WRITER = 24 * 3600.0  # after which a remote log without a new row has no writer
+# the entries of store.json besides its format
+_SETTINGS = {**get_type_hints(CorpusSettings), "dtype": str, "model": str, "fingerprint": str}
 
 
 class Store:
@@ -138,16 +142,18 @@ class StoreWriter:
 
     Args:
         storage: files of the store.
-        rows: last row of every document.
+        listed: rows of the manifest.
         journal: name of the log of this process.
-        fingerprint: of the store's model; None: it is not compared.
+        fingerprint: of the store's model.
     """
 
     def __init__(
-        self, storage: Storage, rows: dict[str, Row], journal: str, fingerprint: str | None
+        self, storage: Storage, listed: Mapping[str, Row], journal: str, fingerprint: str
     ) -> None:
         self.storage = storage
-        self.rows = rows
+        self.listed = listed
+        self.rows = read_rows(storage)
+        """The newest row of every document, by id."""
         self.journal = journal
         self._fingerprint = fingerprint
         self._files = frozenset(storage.names(CACHES))
@@ -165,14 +171,17 @@ class StoreWriter:
         row = self.rows.get(id)
         if row is None or row.error is not None or row.checksum != checksum:
             return False
-        if self._fingerprint not in (None, row.fingerprint):  # a manifest of another store
+        if row.fingerprint != self._fingerprint:  # a manifest of another store
             return False
         return cache_file(id) in self._files
 
     def add(self, rows: Sequence[Row]) -> None:
         """Record documents whose caches are in the store, or that cannot have one."""
-        self._waiting += rows
-        self.rows.update({row.id: row for row in rows})
+        for row in rows:
+            earlier = self.rows.get(row.id)
+            revision = 0 if earlier is None else earlier.revision + 1
+            self.rows[row.id] = replace(row, revision=revision)
+            self._waiting.append(self.rows[row.id])
         now = time.monotonic()
         if now - self._last_append >= self.storage.seconds_between_appends(now - self._start):
             self.flush()
@@ -211,7 +220,8 @@ def open_writer(
         # a remote store may have several writers, each with its log
         unique = "" if isinstance(storage, LocalStorage) else f"-{uuid.uuid4().hex[:12]}"
         journal = f"{JOURNAL}/{_part(shard) or 'all'}{unique}.jsonl"
-        writer = StoreWriter(storage, read_rows(storage), journal, settings.get("fingerprint"))
+        listed = merged(manifest_rows(storage))
+        writer = StoreWriter(storage, listed, journal, settings["fingerprint"])
         try:
             yield writer
         finally:
@@ -253,16 +263,15 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
     content = storage.read(SETTINGS)
     if content is None:
         return None
-    try:
-        settings = json.loads(content)
-        store_format = settings.pop("format")
-    except (ValueError, KeyError, AttributeError, TypeError):
-        raise InputError(f"{storage.address}/{SETTINGS} is damaged") from None
+    name = f"{storage.address}/{SETTINGS}"
+    settings = parse_json(content, name)
+    store_format = settings.pop("format", None)
     if store_format != _FORMAT:
         raise InputError(
-            f"store {storage.address} has format {store_format}, and this version of kvcat reads "
-            f"{_FORMAT}: compress the corpus again, into another store"
+            f"store {storage.address} has format {str(store_format)[:80]!r}, and this version of "
+            f"kvcat reads {_FORMAT}: compress the corpus again, into another store"
         )
+    typed_fields(_SETTINGS, {"budgets": "", **settings}, name)
     return settings
 
 
@@ -272,8 +281,7 @@ def _claim(storage: Storage, settings: Mapping[str, Any]) -> None:
     if recorded is not None:
         check_same(storage.address, recorded, settings)
         return
-    content = json.dumps({"format": _FORMAT, **settings}, indent=2) + "\n"
-    storage.write(SETTINGS, content.encode())
+    storage.write(SETTINGS, json_bytes({"format": _FORMAT, **settings}))
 
 
 def _settings_of_store_or_empty(storage: Storage) -> dict[str, Any] | None:
@@ -300,37 +308,38 @@ def _settings_of_store_or_empty(storage: Storage) -> dict[str, Any] | None:
 def _finish(writer: StoreWriter) -> None:
     """Write the manifest, then remove the logs that it replaces and caches of failed documents.
 
-    A remote store may have other writers now: their logs remain, for a day at least, and so does
-    the log of this process, because their manifest may replace this one.
+    A remote store may have other writers now: their logs remain, and so does the log of this
+    process, because their manifest may replace this one.
     """
     storage = writer.storage
     logs = {name: journal_rows(storage, name) for name in storage.names(JOURNAL)}
     rows = merged([*read_rows(storage).values(), *writer.rows.values()])
     write_manifest(storage, rows.values())
-    if isinstance(storage, LocalStorage):
-        removable = list(logs)
-    else:
-        removable = _finished_logs(logs, writer.journal)
-    for name in removable:
+    is_local = isinstance(storage, LocalStorage)
+    for name in list(logs) if is_local else _finished_logs(logs, writer):
         storage.remove(name)
     for row in rows.values():
         if row.error is not None:
             storage.remove(cache_file(row.id))
 
 
-def _finished_logs(logs: Mapping[str, Sequence[Row]], journal: str) -> list[str]:
+def _finished_logs(logs: Mapping[str, Sequence[Row]], writer: StoreWriter) -> list[str]:
     """The names of the logs to which no process adds any more.
+
+    A remote log is several files, none of which changes. What the manifest held when this process
+    began is in every manifest that is written since then.
 
     Args:
         logs: rows by name.
-        journal: log of this process, which counts if there is no other.
+        writer: of this process, whose log counts if there is no other.
     """
-    mine = [name for name in logs if name.startswith(journal)]
-    old = []
-    for name, rows in logs.items():
-        newest = max((row.finished for row in rows), default=0.0)
-        if name not in mine and time.time() - newest > _SECONDS_OF_A_WRITER:
-            old.append(name)
+
+    def is_listed(row: Row) -> bool:
+        listed = writer.listed.get(row.id)
+        return listed is not None and listed.age >= row.age
+
+    mine = [name for name in logs if name.startswith(writer.journal)]
+    old = [name for name, rows in logs.items() if name not in mine and all(map(is_listed, rows))]
     has_others = len(mine) + len(old) < len(logs)
     return old if has_others else [*old, *mine]
 

@@ -23,7 +23,7 @@ from kvcat.choices import Bos
 from kvcat.data.documents import Document, Source, Stripe, open_source, read_documents
 from kvcat.data.packing import Encoder, excerpts, pack
 from kvcat.data.split import split_of, training_splits
-from kvcat.data.token_files import is_token_folder, open_token_folder
+from kvcat.data.token_files import TokenTable, is_token_folder, open_token_folder
 from kvcat.errors import InputError
 from kvcat.hub import HUB_PREFIX
 from kvcat.types import Int, Tensor
@@ -48,7 +48,7 @@ class TableStreams:
     steps.
     """
 
-    table: np.ndarray
+    table: np.ndarray | TokenTable
     num_streams: int
     seed: int
     start: ClassVar = (0,)

@@ -2,16 +2,20 @@
 
 ``tokens.json`` describes the folder. ``train.bin`` and ``validation.bin`` hold token ids in
 little-endian, with the ``opening`` before each document (such as BOS) and EOS after it, without
-gaps, so that sequences of any length can be cut from them.
+gaps, so that sequences of any length can be cut from them. ``train.crc32`` and
+``validation.crc32`` hold the CRC-32 of each 64 KiB of these files, which is compared when they are
+read: the files may have many gigabytes, of which a run reads a part.
 """
 
+import math
 import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, Literal, NamedTuple
+from zlib import crc32
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
@@ -29,15 +33,44 @@ from kvcat.data.documents import (
 from kvcat.data.packing import Encoder
 from kvcat.data.split import HELD_OUT_FRACTION, split_of
 from kvcat.errors import InputError, check_least
-from kvcat.files import LOCK_FILE, one_writer, read_json, resolved, write_json
+from kvcat.files import (
+    LOCK_FILE,
+    WriteError,
+    check_no_links,
+    one_writer,
+    read_json,
+    reason,
+    resolved,
+    write_json,
+)
 from kvcat.hub import HUB_PREFIX
+from kvcat.options import typed_fields
+from kvcat.types import Int
 
 FORMAT = "kvcat tokens"
 VERSION = 1
 SPLITS = ("train", "validation")
 PROGRESS = "progress.json"
 BATCH_CHARACTERS = 1 << 18
+BLOCK_BYTES = 1 << 16
 SAVE_SECONDS = 5.0
+# the entries of tokens.json
+_INDEX = {
+    "format": str,
+    "version": int,
+    "source": str,
+    "tokenizer": str,
+    "dtype": Literal["<u2", "<u4"],
+    "eos": int,
+    "opening": tuple[int, ...],
+    "seed": int,
+    "max_tokens": int | None,
+    "held_out_fraction": float,
+    "revision": str | None,
+    "splits": dict[str, dict[str, int]],
+    "tokenizer_name": str,
+    "kvcat": str,
+}
 
 
 def is_token_folder(path: str | Path) -> bool:
@@ -45,11 +78,107 @@ def is_token_folder(path: str | Path) -> bool:
     return (Path(path).expanduser() / TOKENS_INDEX).is_file()
 
 
-class TokenTables(NamedTuple):
-    """The sequences of a token folder, mapped read-only."""
+class TokenTable:
+    """The sequences of a token file, mapped read-only; each block is checked when it is first read.
 
-    train: np.ndarray
-    validation: np.ndarray
+    Args:
+        path: of the file.
+        dtype: of the token ids.
+        num_sequences, seq_len: the table's shape.
+    """
+
+    def __init__(self, path: Path, dtype: np.dtype, num_sequences: int, seq_len: int) -> None:
+        self._path = path
+        self._bytes = np.memmap(path, np.uint8, "r")
+        self._sums = np.fromfile(_sums_file(path), "<u4")
+        self._is_checked = np.zeros(len(self._sums), dtype=bool)
+        used = self._bytes[: num_sequences * seq_len * dtype.itemsize]
+        self._sequences = used.view(dtype).reshape(num_sequences, seq_len)
+
+    def __len__(self) -> int:
+        return len(self._sequences)
+
+    def __getitem__(
+        self, rows: int | slice | Int[np.ndarray, " rows"]
+    ) -> Int[np.ndarray, "*rows tokens"]:
+        """The sequences of these rows; ``InputError`` if their part of the file is damaged."""
+        numbers = (
+            range(*rows.indices(len(self))) if isinstance(rows, slice) else np.atleast_1d(rows)
+        )
+        row_bytes = self._sequences[:1].nbytes
+        for row in numbers:
+            first = int(row) * row_bytes // BLOCK_BYTES
+            last = (int(row) * row_bytes + row_bytes - 1) // BLOCK_BYTES
+            for block in range(first, last + 1):
+                if not self._is_checked[block]:
+                    self._check(block)
+        return self._sequences[rows]
+
+    def _check(self, block: int) -> None:
+        start = block * BLOCK_BYTES
+        if crc32(self._bytes[start : start + BLOCK_BYTES].tobytes()) != self._sums[block]:
+            raise InputError(
+                f"{self._path} is damaged: the {BLOCK_BYTES} bytes from {start:,} on do not match "
+                "their checksum; copy the folder again, or prepare the text again"
+            )
+        self._is_checked[block] = True
+
+
+class TokenTables(NamedTuple):
+    """The sequences of a token folder."""
+
+    train: TokenTable
+    validation: TokenTable
+
+
+class _TokenFile:
+    """A token file that is being written, with the checksums of its blocks.
+
+    Args:
+        path: of the file.
+        num_bytes: of an earlier call, that are kept.
+    """
+
+    def __init__(self, path: Path, num_bytes: int) -> None:
+        self._file = path.open("a+b")
+        self._file.truncate(num_bytes)
+        self._sums = _sums_file(path).open("ab")
+        self._sums.truncate(num_bytes // BLOCK_BYTES * 4)
+        self._file.seek(num_bytes - num_bytes % BLOCK_BYTES)
+        self._begun = self._file.read()  # the block that is not full
+
+    def write(self, content: bytes) -> None:
+        """Append bytes."""
+        self._file.write(content)
+        content = self._begun + content
+        num_full = len(content) - len(content) % BLOCK_BYTES
+        for start in range(0, num_full, BLOCK_BYTES):
+            self._write_sum(content[start : start + BLOCK_BYTES])
+        self._begun = content[num_full:]
+
+    def end(self) -> None:
+        """Write the checksum of the last block."""
+        if self._begun:
+            self._write_sum(self._begun)
+
+    def save(self) -> None:
+        """Wait until everything is on disk."""
+        for file in (self._file, self._sums):
+            file.flush()
+            os.fsync(file.fileno())
+
+    def close(self) -> None:
+        """Close both files, even if the disk has no space for the rest of one."""
+        with self._sums, self._file:
+            pass
+
+    def _write_sum(self, block: bytes) -> None:
+        self._sums.write(crc32(block).to_bytes(4, "little"))
+
+
+def _sums_file(path: Path) -> Path:
+    """The file with the checksums of a token file."""
+    return path.with_suffix(".crc32")
 
 
 def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> TokenTables:
@@ -57,7 +186,7 @@ def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> Tok
 
     Raises:
         InputError: not such a folder, another format, another tokenizer, a truncated file, fewer
-            tokens than one sequence.
+            tokens than one sequence. A damaged block is found when it is read.
     """
     folder = Path(folder).expanduser()
     index = _read_index(folder)
@@ -66,7 +195,7 @@ def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> Tok
             f"{folder} holds tokens of tokenizer {index['tokenizer_name']!r} "
             f"({index['tokenizer']}), not of {encoder.name!r} ({encoder.fingerprint})"
         )
-    opening = index["opening"]
+    opening = list(index["opening"])
     if opening != list(encoder.opening):
         raise InputError(
             f"{folder} holds documents that begin with the token ids {opening}, not with "
@@ -80,31 +209,38 @@ def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> Tok
     return TokenTables(**tables)
 
 
-def _map_sequences(path: Path, dtype: np.dtype, num_tokens: int, seq_len: int) -> np.ndarray:
+def _map_sequences(path: Path, dtype: np.dtype, num_tokens: int, seq_len: int) -> TokenTable:
     """The sequences in a token file, which has to hold as many tokens as the index says."""
-    if not path.is_file():
-        raise InputError(f"{path.parent} is incomplete: {path.name} is missing")
-    size = path.stat().st_size
-    expected_size = num_tokens * dtype.itemsize
-    if size != expected_size:
-        raise InputError(f"{path} is damaged: it has {size} bytes, not {expected_size}")
+    num_bytes = num_tokens * dtype.itemsize
+    sizes = {path: num_bytes, _sums_file(path): math.ceil(num_bytes / BLOCK_BYTES) * 4}
+    for file, expected_size in sizes.items():
+        if not file.is_file():
+            raise InputError(f"{path.parent} is incomplete: {file.name} is missing")
+        size = file.stat().st_size
+        if size != expected_size:
+            raise InputError(f"{file} is damaged: it has {size} bytes, not {expected_size}")
     num_sequences = num_tokens // seq_len
     if num_sequences == 0:
         raise InputError(f"{path} has {num_tokens} tokens, fewer than one sequence of {seq_len}")
-    return np.memmap(path, dtype, "r", shape=(num_sequences, seq_len))
+    return TokenTable(path, dtype, num_sequences, seq_len)
 
 
 def _read_index(folder: Path) -> dict[str, Any]:
     """The index of a token folder, in a format that this version reads."""
-    index = read_json(folder / TOKENS_INDEX)
+    path = folder / TOKENS_INDEX
+    index = read_json(path)
     if index.get("format") != FORMAT:
-        raise InputError(f"{folder / TOKENS_INDEX} does not describe prepared tokens")
-    version = index["version"]
+        raise InputError(f"{path} does not describe prepared tokens")
+    version = index.get("version")
     if version != VERSION:
         raise InputError(
             f"{folder} has format {version}, and this version of kvcat reads {VERSION}: prepare "
             "the text again"
         )
+    typed_fields(_INDEX, index, path)
+    for split in SPLITS:
+        counts = index["splits"].get(split, {})
+        typed_fields({"tokens": int, "documents": int}, counts, f"{path}, {split}")
     return index
 
 
@@ -162,10 +298,11 @@ def prepare(
     check_least(1, max_tokens=1 if max_tokens is None else max_tokens)
     work = target.with_name(f"{target.name}.partial")
     with one_writer(work):
+        check_no_links(work)
         try:
             return _make(work, target, encoder, settings, on_progress)
         except OSError as error:
-            raise InputError(f"cannot write to {work}: {error.strerror}") from error
+            raise InputError(f"cannot write to {work}: {reason(error)}") from error
 
 
 def _make(
@@ -182,7 +319,7 @@ def _make(
     try:
         progress = _write(work, source, encoder, progress, on_progress)
         return _finish(work, target, encoder.name, progress)
-    except OSError:
+    except (OSError, WriteError):
         raise
     except Exception:
         is_downloaded = settings["source"].startswith(HUB_PREFIX) and bool(_saved(work))
@@ -200,7 +337,7 @@ def _existing_index(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not settings["source"].startswith(HUB_PREFIX):
         expected["revision"] = open_source(settings["source"]).revision
     for name, value in expected.items():
-        recorded = index.get(name)
+        recorded = index[name]
         if recorded != value:
             raise InputError(
                 f"{target} holds other tokens: its {name} is {recorded!r}, not {value!r}"
@@ -235,7 +372,7 @@ def _saved(work: Path) -> dict[str, Any]:
         saved = read_json(work / PROGRESS)
     except InputError:
         return {}
-    return saved if saved["splits"]["train"]["tokens"] else {}
+    return saved if saved.get("splits", {}).get("train", {}).get("tokens") else {}
 
 
 def _check_disk(work: Path, progress: dict[str, Any]) -> None:
@@ -263,18 +400,17 @@ def _write(
 
     def save() -> None:
         for file in files.values():
-            file.flush()
-            os.fsync(file.fileno())
+            file.save()
         write_json(work / PROGRESS, progress)
 
     write_json(work / PROGRESS, progress)  # replaces that of an earlier call with other settings
     with ExitStack() as stack:
         files = {}
         for split in SPLITS:
-            files[split] = stack.enter_context((work / f"{split}.bin").open("ab"))
+            num_bytes = progress["splits"][split]["tokens"] * encoder.dtype.itemsize
+            files[split] = _TokenFile(work / f"{split}.bin", num_bytes)
+            stack.callback(files[split].close)
         stack.callback(save)
-        for split, file in files.items():
-            file.truncate(progress["splits"][split]["tokens"] * encoder.dtype.itemsize)
         saved_at = time.monotonic()
         for batch in _batches(source, progress):
             if _is_enough(progress):
@@ -284,6 +420,8 @@ def _write(
                 save()
                 saved_at = time.monotonic()
             on_progress(progress["splits"]["train"]["tokens"])
+        for file in files.values():
+            file.end()
     return progress
 
 
@@ -325,7 +463,7 @@ def _batches(source: Source, progress: dict[str, Any]) -> Iterator[_Batch]:
 
 
 def _append_batch(
-    files: dict[str, IO[bytes]], encoder: Encoder, batch: _Batch, progress: dict[str, Any]
+    files: dict[str, _TokenFile], encoder: Encoder, batch: _Batch, progress: dict[str, Any]
 ) -> dict[str, Any]:
     """Write the tokens of a batch; returns the progress after it."""
     splits = {}
@@ -337,7 +475,7 @@ def _append_batch(
 
 
 def _append(
-    file: IO[bytes], before: dict[str, int], documents: list[np.ndarray], limit: int | None
+    file: _TokenFile, before: dict[str, int], documents: list[np.ndarray], limit: int | None
 ) -> dict[str, int]:
     """Tokens and documents in a file after it wrote documents, up to a limit of tokens."""
     num_tokens = before["tokens"]

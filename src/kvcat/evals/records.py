@@ -5,11 +5,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import NoneType
 from typing import Any
 
 from kvcat.errors import InputError, one_line
 from kvcat.evals.registry import evaluation_names, find_evaluation
-from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
+from kvcat.files import (
+    LOCK_FILE,
+    append_jsonl,
+    check_record,
+    claim_folder,
+    one_writer,
+    read_json,
+    read_jsonl,
+)
 from kvcat.stats.records import Key, Record, method_label, models_of
 
 _CONFIG_FIELDS = ("evaluation", "dataset", "num_examples", "methods")
@@ -26,6 +35,14 @@ _COST_FIELDS = (
     "seconds",
     "peak_mib",
 )
+_NUMBER = (float, int)
+_RECORD_TYPES: dict[str, tuple[type, ...]] = {
+    **dict.fromkeys(("model", "fingerprint", "dtype", "method", "options"), (str,)),
+    "keep_ratio": _NUMBER,
+    **dict.fromkeys(("step", "seed"), (int, NoneType)),
+    **dict.fromkeys(("dataset", "stratum", "document", "example"), (str,)),
+    "values": (dict,),
+}
 _SECONDS_FOR_CLAIM = 5.0
 Shard = tuple[int, int]
 
@@ -168,6 +185,7 @@ def read_records(folder: Path) -> list[Record]:
     records: dict[Key, Record] = {}
     for file, line in _lines(folder, "records"):
         try:
+            check_record(_RECORD_TYPES, line)
             record = Record(**line)
         except (TypeError, ValueError) as error:
             raise InputError(f"{file} has a line that is not a record: {one_line(error)}") from None

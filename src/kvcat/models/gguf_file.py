@@ -130,6 +130,7 @@ def gguf_config(path: Path) -> PreTrainedConfig:
     for key in _OTHER_SIZES:
         if key in header.settings:
             _check_size(header, key)
+    _check_tensors(header)
     heads = header.setting("attention.head_count")
     fields: dict[str, Any] = {name: header.setting(key) for key, name in _SIZES.items()}
     head_dim = header.setting("attention.key_length", fields["hidden_size"] // heads)
@@ -149,7 +150,21 @@ def gguf_config(path: Path) -> PreTrainedConfig:
         fields["mlp_bias"] = "blk.0.ffn_down.bias" in header.shapes
     if header.architecture != "qwen2":  # it always has the biases of queries, keys and values
         fields["attention_bias"] = "blk.0.attn_q.bias" in header.shapes
-    return AutoConfig.for_model(header.architecture, **fields)
+    try:
+        return AutoConfig.for_model(header.architecture, **fields)
+    except Exception as error:  # sizes that do not fit each other
+        raise InputError(f"{path} describes no model: {one_line(error)}") from error
+
+
+def _check_tensors(header: _Header) -> None:
+    """Reject sizes beyond those of the file's tensors: a model of them may need any memory."""
+    blocks = {name.split(".")[1] for name in header.shapes if name.startswith("blk.")}
+    sizes = {"block_count": len(blocks), "embedding_length": header.shapes["token_embd.weight"][-1]}
+    if "blk.0.ffn_up.weight" in header.shapes:
+        sizes["feed_forward_length"] = header.shapes["blk.0.ffn_up.weight"][0]
+    for key, size in sizes.items():
+        if header.setting(key) > size:
+            raise header.rejection(key, f"but its tensors have {size}")
 
 
 def _check_size(header: _Header, key: str) -> None:

@@ -1,6 +1,7 @@
 """Models loaded from folders, GGUF files, the Hub and the package index, and saved to folders."""
 
 import contextlib
+import json
 import re
 import shutil
 import subprocess
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -26,7 +26,16 @@ from transformers.utils import logging
 
 from kvcat.cache import check_no_adapters
 from kvcat.errors import InputError, check_kind, check_one_of, one_line, unknown_name
-from kvcat.files import atomic_write, check_new_folder, make_folder, read_json, write_json
+from kvcat.files import (
+    SUMS_FILE,
+    atomic_write,
+    check_new_folder,
+    check_sums,
+    make_folder,
+    read_json,
+    write_sums,
+    write_text,
+)
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
 from kvcat.models.gguf_tokenizer import follow_gguf_settings
@@ -70,6 +79,7 @@ def load(
     torch_device = parse_device(device)
     check_kind((str, PathLike), "a folder, a file or a name", name_or_path=name_or_path)
     path = local_folder(name_or_path)
+    check_sums(path)
     _check_config(path)
     loaded_tokenizer = load_tokenizer(path) if tokenizer else None
     with _quiet():
@@ -92,6 +102,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
     path = Path(name_or_path).expanduser()
     if not path.is_dir():
         path = local_folder(name_or_path, weights=False)
+    check_sums(path, leave_out="*.safetensors")
     if path.is_file():
         _check_config(path)
     elif not any((path / name).is_file() for name in _TOKENIZER_FILES):
@@ -113,6 +124,7 @@ def read_config(name_or_path: str | Path) -> PreTrainedConfig:
         InputError: ``load`` would reject the model for its configuration.
     """
     path = local_folder(name_or_path, weights=False)
+    check_sums(path, leave_out="*.safetensors")
     _check_config(path)
     if path.is_file():
         return gguf_config(path)
@@ -123,7 +135,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
     """The path of a new Hugging Face folder with the model and its tokenizer (None: without one).
 
     The folder is complete or does not exist. Model and tokenizer load with plain transformers; no
-    file mentions kvcat.
+    file mentions kvcat. ``SHA256SUMS`` lists the hashes of its files, which ``load`` compares.
 
     Raises:
         InputError: the folder is not empty, or cannot be written; a model with adapters, because
@@ -132,13 +144,11 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
     check_no_adapters(model, "saved")
     target = Path(folder).expanduser()
     check_new_folder(target)
-    try:
-        with atomic_write(target) as partial, _quiet():
-            model.save_pretrained(partial)
-            if tokenizer is not None:
-                tokenizer.save_pretrained(partial)
-    except (OSError, SafetensorError) as error:
-        raise InputError(f"cannot write {target}: {one_line(error)}") from error
+    with atomic_write(target) as partial, _quiet():
+        model.save_pretrained(partial)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(partial)
+        write_sums(partial)
     return target
 
 
@@ -173,6 +183,7 @@ def get(name: str) -> Path:
             model, tokenizer = load(gguf)
             save(model, tokenizer, partial)
             shutil.copy(licence, partial / "LICENSE")
+            write_sums(partial)
     return target
 
 
@@ -183,7 +194,9 @@ def _split_digits(path: Path) -> None:
     if by_bytes["type"] == "ByteLevel":
         digits = {"type": "Digits", "individual_digits": True}
         settings["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [digits, by_bytes]}
-        write_json(path, settings)
+        write_text(path, json.dumps(settings, indent=2) + "\n")
+        if (path.parent / SUMS_FILE).is_file():
+            write_sums(path.parent)
 
 
 def _fetch(requirement: str, sha256: str, folder: Path) -> Path:

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from kvcat.errors import InputError
 from kvcat.evals import METRICS
-from kvcat.files import atomic_write, make_folder
+from kvcat.files import atomic_write, check_no_links, make_folder
 from kvcat.report.figures import NO_STEP, Figure, Table, file_names, keep_label, write_table
 from kvcat.report.plots import DrawnPlot, result_plots
 from kvcat.report.results import Results, read_results
@@ -75,6 +75,7 @@ def write_report(
     results = _named(results)
     metrics = {label: run_metrics(folder) for label, folder in (runs or {}).items()}
     make_folder(out_dir)
+    check_no_links(out_dir)
     _remove_earlier(out_dir)
     prefixes = [f"{name}-" for name in file_names(result.name for result in results)]
     if len(results) == 1:

@@ -15,6 +15,7 @@ import torch
 
 from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
+from kvcat.files import check_appended_seal
 from kvcat.serving.llama_abi import CACHE_TYPES, Library, StateLayout, context_parameters
 from kvcat.serving.prefix import Prefix
 from kvcat.types import Float, Tensor
@@ -39,7 +40,8 @@ class LlamaCpp:
         library: shared library with llama.cpp's C API; None: that of ``xllamacpp``.
 
     Raises:
-        InputError: no library, an unknown library or format of states, or no such model.
+        InputError: no library, an unknown library or format of states, no such model, or a damaged
+            file of ``write_gguf``.
     """
 
     layout: StateLayout
@@ -59,6 +61,7 @@ class LlamaCpp:
             raise InputError(f"cache_type must be one of {choices}, not {cache_type!r}")
         if not Path(gguf).is_file():
             raise InputError(f"no model file {gguf}")
+        check_appended_seal(Path(gguf))
         self._library = Library(library)
         self._context: Any = None
         model_parameters = self._call("model_default_params")

@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from kvcat.cache import check_no_adapters, fingerprint, layer_windows
 from kvcat.errors import InputError, check_one_of, whole
 from kvcat.extras import install_command
-from kvcat.files import atomic_write
+from kvcat.files import append_seal, atomic_write
 from kvcat.models.exact_copy import exact_copy
 from kvcat.models.rotation import rotary_module
 from kvcat.models.structure import relative_error
@@ -167,7 +167,8 @@ def widened_fingerprint(config: PreTrainedConfig) -> str:
 def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float16") -> None:
     """Write a widened model as a GGUF file of architecture ``llama``.
 
-    The file has no vocabulary: llama.cpp reads token ids.
+    The file has no vocabulary: llama.cpp reads token ids. A checksum, which ``LlamaCpp`` compares,
+    follows the tensors.
 
     Args:
         model: a widened Llama.
@@ -212,6 +213,7 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
+        append_seal(partial)
 
 
 def _gguf_fields(config: PreTrainedConfig) -> dict[str, Any]:

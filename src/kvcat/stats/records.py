@@ -35,6 +35,8 @@ class Record:
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
+            if type(value) not in (float, int):
+                raise InputError(f"{name} of example {self.example!r} is {value!r}, not a number")
             if math.isnan(value):
                 place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
                 example = f"example {self.example!r} of {self.document!r}"

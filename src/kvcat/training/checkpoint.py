@@ -2,9 +2,6 @@
 read.
 """
 
-import functools
-import hashlib
-import json
 import shutil
 import threading
 import warnings
@@ -16,12 +13,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import checkpoint as dcp
-from torch.distributed.checkpoint import CheckpointException, DefaultLoadPlanner
+from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint import state_dict as torch_states
 from torch.utils import _pytree as pytree
 
 from kvcat.errors import InputError, one_line
-from kvcat.files import atomic_write, remove_partial, write_json
+from kvcat.files import (
+    atomic_write,
+    file_digest,
+    parse_json,
+    reason,
+    remove_partial,
+    write_json,
+)
+from kvcat.training.checkpoint_reader import SafePlanner, SafeReader
 from kvcat.training.distributed import World, first_process
 
 _FORMAT = 2
@@ -146,16 +151,10 @@ class Checkpoints:
         if checkpoint.folder is None:
             return LoadedCheckpoint(0, [], checkpoint.notes)
         tensors = self._tensors()
+        self._transfer(_loading(), {"module": tensors["module"]}, checkpoint.folder)
         # AdamW has no state of parameters that never had a gradient
-        planner = DefaultLoadPlanner(allow_partial_load=True)
-        load_partially = functools.partial(dcp.load, planner=planner)
-        try:
-            self._transfer(dcp.load, {"module": tensors["module"]}, checkpoint.folder)
-            optimizer_tensors = {"optimizer": tensors["optimizer"]}
-            self._transfer(load_partially, optimizer_tensors, checkpoint.folder)
-        except RuntimeError as error:
-            problem = f"checkpoint {checkpoint.folder} is not of this model"
-            raise InputError(f"{problem}: {one_line(error)}") from error
+        optimizer_tensors = {"optimizer": tensors["optimizer"]}
+        self._transfer(_loading(is_partial=True), optimizer_tensors, checkpoint.folder)
         torch_states.set_state_dict(
             self.module,
             self.optimizer,
@@ -185,7 +184,7 @@ class Checkpoints:
             with atomic_write(folder) as partial:
                 partial.mkdir()
                 self._transfer(dcp.save, tensors, partial)
-                digests = {file.name: _digest(file) for file in sorted(partial.iterdir())}
+                digests = {file.name: file_digest(file) for file in sorted(partial.iterdir())}
                 state = {"format": _FORMAT, "step": step, "states": states, "sha256": digests}
                 write_json(partial / _STATE, state)
             self._remove_others(step)
@@ -265,12 +264,12 @@ def verify(folder: Path) -> dict[str, Any]:
     """
     damaged = f"checkpoint {folder} is damaged"
     try:
-        state = json.loads((folder / _STATE).read_text())
+        state = _read_state(folder / _STATE)
         if state["format"] != _FORMAT:
             versions = f"has format {state['format']}, and this version of kvcat reads {_FORMAT}"
             raise InputError(f"checkpoint {folder} {versions}: begin the run in another folder")
         for name, digest in state["sha256"].items():
-            if _digest(folder / name) != digest:
+            if file_digest(folder / name) != digest:
                 raise DamagedError(f"{damaged}: {name} does not match its checksum")
         return {"step": int(state["step"]), "states": state["states"]}
     except InputError:
@@ -278,16 +277,25 @@ def verify(folder: Path) -> dict[str, Any]:
     except FileNotFoundError as error:
         raise DamagedError(f"{damaged}: {Path(error.filename).name} is missing") from None
     except OSError as error:
-        reason = error.strerror or error
-        raise InputError(f"checkpoint {folder} cannot be read: {reason}") from None
-    except (KeyError, TypeError, ValueError) as error:
+        raise InputError(f"checkpoint {folder} cannot be read: {reason(error)}") from None
+    except (AttributeError, KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamagedError(f"{damaged}: {_STATE}: {error!r}") from None
+
+
+def _read_state(path: Path) -> dict[str, Any]:
+    """The content of a ``state.json``; ``DamagedError`` if it does not match its checksum."""
+    content = path.read_bytes()
+    try:
+        return parse_json(content, path)
+    except InputError as error:
+        problem = str(error).partition(";")[0]
+        raise DamagedError(f"checkpoint {path.parent} is damaged: {problem}") from None
 
 
 def load_module(folder: Path, module: nn.Module) -> None:
     """Load a verified checkpoint into an unsharded module on one process, without its optimizer."""
     tensors = {"module": torch_states.get_model_state_dict(module)}
-    _quietly(dcp.load, tensors, checkpoint_id=folder, no_dist=True)
+    _quietly(_loading(), tensors, checkpoint_id=folder, no_dist=True)
     torch_states.set_model_state_dict(module, tensors["module"])
 
 
@@ -301,10 +309,42 @@ def _quietly(work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         try:
             work(*arguments, **options)
         except CheckpointException as error:  # which is no Exception
-            first_failure, _ = next(iter(error.failures.values()))
-            raise first_failure from error
+            raise _first_failure(error) from error
 
 
-def _digest(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _loading(*, is_partial: bool = False) -> Callable[..., Any]:
+    """A function that loads tensors from a checkpoint.
+
+    Args:
+        is_partial: tensors that the checkpoint lacks stay as they are.
+    """
+
+    def load(tensors: dict[str, Any], *, checkpoint_id: Path, **options: Any) -> None:
+        reader = SafeReader(checkpoint_id)
+        planner = SafePlanner(allow_partial_load=is_partial)
+        try:
+            dcp.load(
+                tensors,
+                checkpoint_id=checkpoint_id,
+                storage_reader=reader,
+                planner=planner,
+                **options,
+            )
+        except CheckpointException as error:
+            raise InputError(_load_problem(checkpoint_id, _first_failure(error))) from error
+        except Exception as error:  # whatever a checkpoint that somebody made lets torch raise
+            raise InputError(_load_problem(checkpoint_id, error)) from error
+
+    return load
+
+
+def _load_problem(folder: Path, error: BaseException) -> str:
+    """A line about a checkpoint with the right checksums that cannot be loaded."""
+    problem = "is not of this model" if isinstance(error, RuntimeError) else "cannot be loaded"
+    return f"checkpoint {folder} {problem}: {one_line(error)}"
+
+
+def _first_failure(error: CheckpointException) -> BaseException:
+    """The exception of the first process that failed."""
+    failure, _ = next(iter(error.failures.values()))
+    return failure

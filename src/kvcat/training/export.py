@@ -6,10 +6,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save as safetensors_bytes
 
 from kvcat import __version__
-from kvcat.files import atomic_write, check_new_folder, read_json, read_jsonl
+from kvcat.files import (
+    CHECKSUM,
+    NO_SEAL,
+    atomic_write,
+    check_new_folder,
+    check_no_links,
+    read_json,
+    read_jsonl,
+    sealed,
+    write_sums,
+)
 from kvcat.models import load, save
 from kvcat.training.checkpoint import load_module, verify
 from kvcat.training.config import TrainConfig
@@ -47,6 +57,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     """
     step = verify(checkpoint)["step"]
     run = checkpoint.parent.parent
+    check_no_links(run)
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
     is_of_run = os.path.realpath(target) == os.path.realpath(run / "export")
     if not is_of_run:
@@ -59,13 +70,16 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     validation = _last_validation(run, step)
     with atomic_write(target) as partial:
         save(model.to(getattr(torch, config.export_dtype)), tokenizer, partial)
-        (partial / "README.md").write_text(model_card(config, step, validation))
+        card = model_card(config, step, validation)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        write_sums(partial)
     routers = {} if objective.masked_pass is None else objective.masked_pass.state_dict()
     if routers:
         name = "routers.safetensors" if is_of_run else f"{target.name}-routers.safetensors"
         tensors = {key: tensor.contiguous() for key, tensor in routers.items()}
+        content = safetensors_bytes(tensors, metadata={CHECKSUM: NO_SEAL})
         with atomic_write(target.with_name(name)) as partial:
-            save_file(tensors, partial)
+            partial.write_bytes(sealed(content))
     return target
 
 

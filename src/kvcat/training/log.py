@@ -1,7 +1,6 @@
 """The record of a run: ``metrics.jsonl``, its copy in TensorBoard, progress on standard error."""
 
 import importlib
-import json
 import re
 import resource
 import sys
@@ -14,7 +13,7 @@ import torch
 from torch.utils import _pytree as pytree
 from tqdm import tqdm
 
-from kvcat.files import append_jsonl, atomic_write, read_jsonl
+from kvcat.files import append_jsonl, atomic_write, jsonl_bytes, read_jsonl
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 from kvcat.training.objective import Record
@@ -54,7 +53,7 @@ class RunLog:
         self.last = {record["kind"]: record for record in kept}
         if enabled:
             with atomic_write(self._path) as partial:
-                partial.write_text("".join(json.dumps(record) + "\n" for record in kept))
+                partial.write_bytes(jsonl_bytes(*kept))
         self._board: Any = None
         if enabled and config.monitor == "tensorboard":
             tensorboard = importlib.import_module("torch.utils.tensorboard")

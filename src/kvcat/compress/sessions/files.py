@@ -1,9 +1,10 @@
 """Sessions as files: one safetensors file with a checksum, locked by the process that uses it."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +21,41 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
+from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.rows import Rows
 from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import PastQueries
-from kvcat.errors import InputError
+from kvcat.errors import InputError, one_line
 from kvcat.files import make_folder
-from kvcat.types import Tensor
+from kvcat.options import typed_fields
+from kvcat.types import Tensor, at_least_float32
 
 _COMPACT = "compact."
 _EXACT = ("keys", "values", "queries")
 _MASSES = ("log_later_mass", "log_mass")
 _ROWS = ("states", "outputs")
+_CONTENT = {
+    "num_compactions": int,
+    "scales": tuple[float, ...],
+    "compact": dict[str, str],
+    "place": int | None,
+}
+_SETTINGS = {
+    "budget": int,
+    "tail": int,
+    "room": int,
+    "num_kept": int,
+    "piece": int,
+    "method": str | None,
+    "protect": tuple[tuple[int, int], ...],
+    "allow_special": bool,
+}
+_CONVERSATION = {
+    "turns": tuple[tuple[str, str], ...],
+    "written": str,
+    "answer": str,
+    "end": str,
+}
 
 
 @dataclass(frozen=True)
@@ -133,21 +158,138 @@ def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
         InputError: the file is missing, damaged, or of another model.
     """
     entries, tensors, _ = read_tensors(path, SESSION)
-    try:
-        theirs = entries["fingerprint"]
-        ours = fingerprint(model)
-        if ours != theirs:
-            raise InputError(
-                f"session {path} belongs to another model: its fingerprint is {theirs[:12]}, the "
-                f"model's {ours[:12]}"
-            )
-        content = json.loads(entries["content"])
-        state = _state(content, tensors, model.device, str(path))
-        return SavedSession(
-            state, ours, content["settings"], content["conversation"], content["num_compactions"]
+    typed_fields({"fingerprint": str, "content": str}, entries, path)
+    theirs = entries["fingerprint"]
+    ours = fingerprint(model)
+    if ours != theirs:
+        raise InputError(
+            f"session {path} belongs to another model: its fingerprint is {theirs[:12]}, the "
+            f"model's {ours[:12]}"
         )
-    except (KeyError, TypeError, IndexError, json.JSONDecodeError) as error:
-        raise InputError(f"{path} is damaged: it lacks {error}") from None
+    try:
+        content = json.loads(entries["content"])
+        saved = {name: content.pop(name) for name in ("settings", "conversation")}
+        content = typed_fields(_CONTENT, content, path)
+        settings = typed_fields(_SETTINGS, saved["settings"], path)
+        conversation = typed_fields(_CONVERSATION, saved["conversation"], path)
+        state = _state(content, tensors, model.device, str(path))
+        _check_state(state, model)
+    except InputError:
+        raise
+    except (
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+        RuntimeError,
+        OverflowError,
+    ) as error:
+        raise InputError(f"{path} is damaged: {one_line(error)}") from None
+    return SavedSession(state, ours, settings, conversation, content["num_compactions"])
+
+
+def _check_state(state: SessionState, model: PreTrainedModel) -> None:
+    """Raise a ``ValueError`` for a state that no session of this model has."""
+    ids = state.ids
+    embeddings: Any = model.get_input_embeddings()
+    vocab_size = embeddings.num_embeddings
+    if ids.dtype != torch.long or ids.dim() != 1:
+        raise ValueError(f"its token ids are {_described(ids)}")
+    if not ids.numel():
+        if state.compact is not None or state.keys:
+            raise ValueError("it has a cache and no tokens")
+        return
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+        raise ValueError(f"its token ids are not in 0..{vocab_size - 1}")
+    if state.num_exact < 1:
+        raise ValueError(f"it has {state.num_tokens} tokens, {state.past_len} in the compact cache")
+    # what a session of one token holds shows what every session of the model holds
+    example, _ = SessionState.empty(model).run(model, ids[:1])
+    if list(state.scales) != list(example.scales):
+        raise ValueError("its scales are not the model's")
+    for name in _EXACT:
+        _check_like(getattr(state, name), getattr(example, name), state.num_exact, name)
+    if state.hidden is None or example.hidden is None:
+        raise ValueError("it has no hidden states")
+    hidden = state.hidden.unsqueeze(1)
+    _check_like([hidden], [example.hidden.unsqueeze(1)], state.num_exact, "hidden states")
+    _check_like(state.stream, example.stream, None, "stream")
+    if state.compact is not None:
+        _check_compact(state.compact, example)
+    if state.past_queries is not None:
+        _check_past_queries(state.past_queries, state, example)
+
+
+def _check_like(
+    tensors: Sequence[Tensor], expected: Sequence[Tensor], length: int | None, name: str
+) -> None:
+    """Raise a ``ValueError`` unless tensors are finite, with shapes and types as expected.
+
+    Args:
+        tensors: per layer.
+        expected: likewise.
+        length: size of the third dimension; None: as expected.
+        name: of the tensors.
+    """
+    for number, (tensor, like) in enumerate(zip(tensors, expected, strict=True)):
+        shape = list(like.shape)
+        if length is not None:
+            shape[2] = length
+        if list(tensor.shape) != shape or tensor.dtype != like.dtype:
+            raise ValueError(f"{name} of layer {number} are {_described(tensor)}, not of {shape}")
+        if not tensor.isfinite().all():
+            raise ValueError(f"{name} of layer {number} hold numbers that are not finite")
+
+
+def _check_compact(compact: CompactCache, example: SessionState) -> None:
+    """Raise a ``ValueError`` for a compact cache that does not fit the exact tokens."""
+    if len(compact.layers) != len(example.keys):
+        raise ValueError(f"its compact cache has {len(compact.layers)} layers")
+    for name in ("keys", "values"):
+        padded = [getattr(layer.padded(), name) for layer in compact.unpacked().layers]
+        for number, (tensor, like) in enumerate(zip(padded, getattr(example, name), strict=True)):
+            shape = list(tensor.shape)
+            shape[2] = 1
+            if shape != list(like.shape) or tensor.dtype != like.dtype:
+                raise ValueError(f"compact {name} of layer {number} are {_described(tensor)}")
+    last = 0
+    for start, stop in parsed_ranges(compact.metadata.get("protected", "")):
+        if not last <= start < stop <= compact.num_tokens:
+            raise ValueError(f"its protected ranges include {start}:{stop}")
+        last = stop
+
+
+def _check_past_queries(kept: PastQueries, state: SessionState, example: SessionState) -> None:
+    """Raise a ``ValueError`` for kept queries that no compaction leaves."""
+    count = len(kept.positions)
+    for name in ("positions", "starts"):
+        places = getattr(kept, name)
+        if places.dtype != torch.long or places.shape != (count,):
+            raise ValueError(f"{name} of kept queries are {_described(places)}")
+    positions = [-1, *kept.positions.tolist(), state.past_len]
+    if any(first >= second for first, second in pairwise(positions)):
+        raise ValueError("positions of kept queries are not ascending ones of the compact cache")
+    if not state.past_len <= kept.place < 1 << 31 or int(kept.starts.min() if count else 0) < 0:
+        raise ValueError(f"kept queries are moved to {kept.place}")
+    masses = [at_least_float32(queries[..., 0]) for queries in example.queries]
+    masses = [mass.expand(-1, -1, count) for mass in masses]
+    for name in _MASSES:
+        _check_like(getattr(kept, name), masses, None, name)
+    heads = [queries.shape[1] for queries in example.queries]
+    sizes = {
+        "states": [queries.shape[3] for queries in example.queries],
+        "outputs": [values.shape[3] for values in example.values],
+    }
+    for name in _ROWS:
+        for number, rows in enumerate(getattr(kept, name)):
+            shape = [1, heads[number], count]
+            like = torch.zeros([*shape, sizes[name][number]], dtype=torch.int8)
+            _check_like([rows.integers], [like.to(rows.integers.device)], None, name)
+            _check_like([rows.scales], [masses[number].unsqueeze(-1)], None, name)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
 
 
 def _state(

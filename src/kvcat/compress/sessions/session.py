@@ -24,7 +24,7 @@ from kvcat.compress.sessions.inputs import (
     token_ids,
 )
 from kvcat.compress.sessions.state import SessionState
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, one_line
 from kvcat.generate import end_tokens, generate
 from kvcat.models import logits_from_hidden, positions_of
 from kvcat.text.encoder import TextEncoder
@@ -378,7 +378,6 @@ class Session:
         settings["method"] = settings["method"] if method is None else method
         if settings["method"] is None:
             raise InputError(f"{path} does not name its method: give method=")
-        settings["protect"] = [tuple(each) for each in settings["protect"]]
         session = cls(model, tokenizer, **settings)
         session._hold_lock(path)
         # again, behind the lock: another process may have written meanwhile
@@ -422,7 +421,7 @@ class Session:
         self._check_model()
         self._check_positions(len(ids))
         state = self._state
-        for piece in ids.split(self.piece):
+        for piece in ids.split(min(self.piece, len(ids))):
             state, _ = state.run(self.model, piece)
             if state.held_slots > self.budget:
                 state = self._compacted(state, self.budget - self.tail - self.room)
@@ -433,7 +432,10 @@ class Session:
         whole = state.trace(self.model, self._fingerprint, self.tail)
         protect = clipped(self.protect, 0, whole.prefix_len)
         trace = placed_ahead(protecting(whole, protect))
-        compact = self._compressor(trace, num_slots=min(num_slots, trace.prefix_len))
+        try:
+            compact = self._compressor(trace, num_slots=min(num_slots, trace.prefix_len))
+        except torch.linalg.LinAlgError as error:  # of a file with absurd numbers
+            raise InputError(f"the session cannot be compressed: {one_line(error)}") from error
         self.num_compactions += 1
         return state.compacted(compact, keep_queries(trace, self.num_kept))
 
