@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvcat.errors import InputError, one_line
+from kvcat.files import full_path
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -88,7 +89,7 @@ def num_devices(device: str) -> int:
 def absolute(address: str | Path) -> str:
     """An address that means the same in another process."""
     text = str(address)
-    return text if "://" in text else str(Path(text).expanduser().resolve())
+    return text if "://" in text else str(full_path(text))
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -92,7 +93,7 @@ class CorpusCompressor:
         self.settings = settings
         self.storage = storage
         self._compressor = settings.compressor()
-        self._about = {
+        self._about: dict[str, Any] = {
             "method": settings.method,
             "model": model_name(model),
             "fingerprint": fingerprint(model),

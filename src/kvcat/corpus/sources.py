@@ -18,6 +18,7 @@ from kvcat.data import (
     text_or_bytes,
 )
 from kvcat.errors import InputError, one_line
+from kvcat.files import full_path
 from kvcat.hub import HUB_PREFIX
 from kvcat.tokenization import repaired
 
@@ -134,8 +135,7 @@ def corpus_files(
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
     if not source.startswith(HUB_PREFIX) and store and "://" not in store:
-        folder = Path(source).expanduser().resolve()
-        if Path(store).expanduser().resolve().is_relative_to(folder):
+        if full_path(store).is_relative_to(full_path(source)):
             raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)

@@ -14,6 +14,7 @@ from kvcat.files import (
     atomic_write,
     check_new_folder,
     check_no_links,
+    full_path,
     read_json,
     read_jsonl,
     sealed,
@@ -58,7 +59,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     run = checkpoint.parent.parent
     check_no_links(run)
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
-    is_of_run = target.resolve() == (run / "export").resolve()
+    is_of_run = full_path(target) == full_path(run / "export")
     if not is_of_run:
         check_new_folder(target)
     model, tokenizer = load(config.model)
