@@ -134,9 +134,9 @@ def corpus_files(
         raise InputError("the name of the corpus is empty: name a folder, a file or hub:NAME")
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
-    if not source.startswith(HUB_PREFIX) and store and "://" not in store:
-        if full_path(store).is_relative_to(full_path(source)):
-            raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
+    is_local = not source.startswith(HUB_PREFIX) and store != "" and "://" not in store
+    if is_local and full_path(store).is_relative_to(full_path(source)):
+        raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
     if Path(source).expanduser().is_file() and not source.endswith(known):
