@@ -14,6 +14,7 @@ from kvcat.files import (
     append_jsonl,
     atomic_write,
     claim_folder,
+    full_path,
     one_writer,
     read_json,
     read_jsonl,
@@ -112,8 +113,9 @@ def test_a_link_stays_and_what_it_points_to_is_written(tmp_path):
     assert sorted(file.name for file in here.iterdir()) == ["a.json", "folder"]
     circle = here / "circle"
     circle.symlink_to(circle)
-    with pytest.raises(InputError, match="leads back to itself"):
-        write_json(circle, {})
+    for use in (lambda: write_json(circle, {}), lambda: full_path(circle)):
+        with pytest.raises(InputError, match="leads back to itself"):
+            use()
 
 
 def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):

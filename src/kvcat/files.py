@@ -115,6 +115,14 @@ def resolved(path: Path) -> Path:
     return target
 
 
+def full_path(path: str | Path) -> Path:
+    """The absolute path without links; ``InputError`` for circular links."""
+    try:
+        return Path(path).expanduser().resolve()
+    except (OSError, RuntimeError):
+        raise InputError(f"{path} is a link that leads back to itself") from None
+
+
 def read_text(path: Path) -> str:
     """The text in a UTF-8 file, without byte order mark; ``InputError`` if it is not UTF-8."""
     with path.open("rb") as stream:

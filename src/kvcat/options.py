@@ -4,7 +4,6 @@ import dataclasses
 import json
 import numbers
 import re
-import sys
 import types
 import typing
 from collections.abc import Mapping
@@ -145,8 +144,13 @@ def typed_value(value: Any, hint: Any) -> Any:
         }
     number: Any = value
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if kind is float and is_number and abs(number) <= sys.float_info.max:
-        return float(number)
+    if kind is float and is_number:
+        try:
+            real = float(number)
+        except OverflowError:  # a whole number beyond all of them
+            raise TypeError from None
+        if math.isfinite(real):
+            return real
     if kind is int and is_number and isinstance(value, numbers.Integral):
         return int(number)
     if kind is str and isinstance(value, str):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from kvcat.errors import InputError, one_line
 from kvcat.extras import install_command
+from kvcat.files import full_path
 
 try:
     import ray  # pyright: ignore[reportMissingImports]
@@ -89,7 +90,7 @@ def num_devices(device: str) -> int:
 def absolute(address: str | Path) -> str:
     """An address that means the same in another process."""
     text = str(address)
-    return text if "://" in text else os.path.realpath(Path(text).expanduser())
+    return text if "://" in text else str(full_path(text))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from kvcat.attention import exclusive
 from kvcat.cache.adapters import check_no_adapters
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.types import Tensor
 
 SCHEME = "2:"
@@ -74,6 +74,7 @@ def fingerprint(model: nn.Module) -> str:
     Raises:
         InputError: a wrapper of a model, PEFT adapters, or weights on the meta device.
     """
+    check_kind(nn.Module, "a model", model=model)
     with exclusive(model):  # others hold rotary factors and settings for a while
         stored: dict[str, Tensor] = {}
         computed: dict[str, Tensor] = {}

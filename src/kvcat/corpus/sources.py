@@ -1,7 +1,6 @@
 """The documents of a corpus: text files of a folder, rows of tables, data sets of the Hub."""
 
 import hashlib
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,7 +18,7 @@ from kvcat.data import (
     text_or_bytes,
 )
 from kvcat.errors import InputError, one_line
-from kvcat.files import MOST_TEXT_BYTES, parse_text
+from kvcat.files import MOST_TEXT_BYTES, full_path, parse_text
 from kvcat.hub import HUB_PREFIX
 from kvcat.text.encoder import repaired
 
@@ -136,11 +135,9 @@ def corpus_files(
         raise InputError("the name of the corpus is empty: name a folder, a file or hub:NAME")
     if source == "installed" or source.startswith("stream:"):
         raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
-    if not source.startswith(HUB_PREFIX) and store and "://" not in store:
-        # Path.resolve raises an error of its own for a link that leads back to itself
-        folder = os.path.realpath(Path(source).expanduser())
-        if Path(os.path.realpath(Path(store).expanduser())).is_relative_to(folder):
-            raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
+    is_local = not source.startswith(HUB_PREFIX) and store != "" and "://" not in store
+    if is_local and full_path(store).is_relative_to(full_path(source)):
+        raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source, also_text=_ALSO_TEXT).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
     if Path(source).expanduser().is_file() and not source.endswith(known):

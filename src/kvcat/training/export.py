@@ -1,6 +1,5 @@
 """Exports a run as an ordinary Hugging Face folder with a card that says how the model was made."""
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from kvcat.files import (
     atomic_write,
     check_new_folder,
     check_no_links,
+    full_path,
     read_json,
     read_jsonl,
     sealed,
@@ -59,7 +59,7 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     run = checkpoint.parent.parent
     check_no_links(run)
     config = TrainConfig.from_dict(read_json(run / CONFIG_FILE))
-    is_of_run = os.path.realpath(target) == os.path.realpath(run / "export")
+    is_of_run = full_path(target) == full_path(run / "export")
     if not is_of_run:
         check_new_folder(target)
     model, tokenizer = load(config.model)

@@ -48,13 +48,13 @@ _SETTINGS = {
     "piece": int,
     "method": str | None,
     "protect": tuple[tuple[int, int], ...],
-    "allow_special": bool,
 }
 _CONVERSATION = {
     "turns": tuple[tuple[str, str], ...],
-    "written": str,
+    "is_answered": bool,
     "answer": str,
     "end": str,
+    "template": str,
 }
 
 
