@@ -79,6 +79,7 @@ MARKERS = "osD^vPX<>"
 WAY = "reconstruction"
 KEEPS = (0.05, 0.1, 0.2, 0.4)
 SIGNIFICANT = 0.05
+FEWEST = 4  # documents of a mean
 LOSSES = (
     *("model", "window", "kind", "document", "method", "way", "keep", "seconds", "bytes"),
     *("kl_first", "kl_second"),
@@ -220,16 +221,22 @@ class OfModel:
 
     @cached_property
     def kl(self) -> pd.DataFrame:
-        """KL by window and document (rows), method and keep ratio; windows that all methods have.
+        """KL by window and document (rows), method and keep ratio.
 
         Of a document alone: methods that learn were fitted to a repetition, the others read it.
+        Windows are those that every method of the first page has; a cell that lacks one of them is
+        left out, and so is a model with fewer than ``FEWEST`` documents.
         """
         learns = self.losses["method"].astype(str).str.startswith(LEARNING)
         alone = self.losses[(self.losses["way"] == WAY) == learns]
         alone = alone.assign(kl=(alone["kl_first"] + alone["kl_second"]) / 2)
-        return alone.pivot(
-            index=["window", "document"], columns=["method", "keep"], values="kl"
-        ).dropna()
+        table = alone.pivot(index=["window", "document"], columns=["method", "keep"], values="kl")
+        first_page = [(method, README_KEEP) for method in README_ROWS]
+        if table.columns.isin(first_page).sum() != len(first_page):
+            return table.iloc[:0]
+        complete = table[table[first_page].notna().all(axis=1)].dropna(axis=1)
+        enough = complete.index.get_level_values("document").nunique() >= FEWEST
+        return complete if enough else complete.iloc[:0]
 
     @property
     def documents(self) -> list[str]:
@@ -238,7 +245,7 @@ class OfModel:
 
     def kl_estimate(self, method: str, keep: float) -> Estimate | None:
         """Mean KL over windows with its interval; None where it was not measured."""
-        if (method, keep) not in self.kl.columns:
+        if (method, keep) not in self.kl.columns or self.kl.empty:
             return None
         return ClusterBootstrap(self.documents).mean(self.kl[method, keep].to_numpy())
 
@@ -361,16 +368,17 @@ def questions_table(model: OfModel, names: dict[str, str]) -> list[str]:
     for condition, name in conditions.items():
         cells = []
         for keep in keeps:
-            estimate = model.right_answers(condition, keep)
-            text = "-" if estimate is None else percent(estimate)
+            text = percent(model.right_answers(condition, keep))
             cells.append(f"{text}†" if (condition, keep) in same else text)
         if set(cells) != {"-"}:
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def percent(estimate: Estimate) -> str:
-    """A fraction with its interval in per cent."""
+def percent(estimate: Estimate | None) -> str:
+    """A fraction with its interval in per cent; a dash where it was not measured."""
+    if estimate is None:
+        return "-"
     return f"{100 * estimate.value:.0f} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
 
 
@@ -447,7 +455,8 @@ def readme_table(records: Records) -> str:
     models = [records.of_model(label) for label in records.labels]
     names = [f"{model.title}: right answers, % | KL, nats" for model in models]
     size = f"{100 * README_KEEP:g} %"
-    full = [f"{100 * _value(model.right_answers(*BASELINES[0])):.0f} | 0" for model in models]
+    dense = [model.right_answers(*BASELINES[0]) for model in models]
+    full = [f"{_first_page(estimate, 100, '.0f')} | 0" for estimate in dense]
     lines = [
         f"| | cache size | {' | '.join(names)} |",
         "|---" * (2 + 2 * len(models)) + "|",
@@ -473,10 +482,6 @@ def readme_table(records: Records) -> str:
         f"The default's right answers minus KVzip's, on the same questions: {'; '.join(sentences)}."
     )
     return "\n".join([*lines, "", wrapped(text), ""])
-
-
-def _value(estimate: Estimate | None) -> float:
-    return float("nan") if estimate is None else estimate.value
 
 
 def _first_page(estimate: Estimate | None, factor: float, form: str) -> str:

@@ -62,17 +62,21 @@ def test_a_document_that_one_condition_was_not_asked_about_does_not_count():
 def test_a_cell_of_kl_is_students_interval_of_the_documents_at_least():
     kl = [0.1, 0.2, 0.3, 0.6]
     rows = [
-        {"model": "m", "window": i, "document": str(i), "method": "h2o", "way": "suffix"}
+        {"model": "m", "window": i, "document": str(i), "method": method}
+        | {"way": condition_of(method).split("@")[1].replace("self", "suffix")}
         | {"keep": KEEP, "kl_first": value - 0.05, "kl_second": value + 0.05}
         for i, value in enumerate(kl)
+        for method in leaderboard.README_ROWS
     ]
-    rows.append(rows[0] | {"way": "reconstruction", "kl_first": 9.0})  # of another kind of cache
+    h2o = next(row for row in rows if row["method"] == "h2o")
+    rows.append(h2o | {"way": "reconstruction", "kl_first": 9.0})  # of another kind of cache
+    rows.append(h2o | {"method": "streaming"})  # measured on one window
     model = leaderboard.OfModel("m", pd.DataFrame(rows), pd.DataFrame())
     estimate = model.kl_estimate("h2o", KEEP)
     half = scipy.stats.t.ppf(0.975, 3) * pd.Series(kl).std() / math.sqrt(4)
     assert estimate.value == pytest.approx(0.3)
     assert (estimate.low, estimate.high) == pytest.approx((0.3 - half, 0.3 + half))
-    assert model.kl_estimate("snapkv", KEEP) is None
+    assert model.kl_estimate("streaming", KEEP) is None
 
 
 def test_holms_correction_is_over_the_cells_of_one_size():

@@ -177,9 +177,7 @@ class DenseAttention(NamedTuple):
         self.outputs[:, rows] = whole.outputs * weights.unsqueeze(-1)
 
 
-def dense_attention(
-    batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS
-) -> DenseAttention:
+def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix.
 
     Some heads and some queries at a time, so that on a CPU their scores stay in its cache.
