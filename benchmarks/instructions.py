@@ -208,7 +208,8 @@ def answers_to(
 
 
 def report(records: Sequence[dict[str, Any]], keeps: Sequence[float]) -> None:
-    """Markdown: percent of instructions obeyed, of those that the dense model obeys."""
+    """Markdown: percent of instructions obeyed, of those that the dense model obeys; p of the
+    difference to the first row."""
     checks = {each.name: each.obeys for each in instructions()}
     rows = [
         {**record, "right": float(checks[record["document"]](record["answer"]))}
@@ -220,10 +221,14 @@ def report(records: Sequence[dict[str, Any]], keeps: Sequence[float]) -> None:
     print(f"\ndense: {len(obeyed)} of {len(dense)} obeyed; of these, with a compact cache\n")
     print("| | " + " | ".join(f"{100 * keep:g} %" for keep in keeps) + " |")
     print("|---" * (len(keeps) + 1) + "|")
-    for condition, group in frame[frame.document.isin(obeyed)].groupby("condition", sort=False):
-        if condition == "dense":
-            continue
-        cells = [share(group[group.keep == keep]) for keep in keeps]
+    compact = frame[frame.document.isin(obeyed) & (frame.condition != "dense")]
+    first = compact[compact.condition == compact.condition.iloc[0]] if len(compact) else compact
+    for condition, group in compact.groupby("condition", sort=False):
+        cells = []
+        for keep in keeps:
+            is_first = condition == first.condition.iloc[0]
+            reference = None if is_first else first[first.keep == keep]
+            cells.append(share(group[group.keep == keep], reference))
         print(f"| {condition} | " + " | ".join(cells) + " |")
 
 
