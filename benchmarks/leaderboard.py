@@ -231,12 +231,7 @@ class OfModel:
         alone = self.losses[(self.losses["way"] == WAY) == learns]
         alone = alone.assign(kl=(alone["kl_first"] + alone["kl_second"]) / 2)
         table = alone.pivot(index=["window", "document"], columns=["method", "keep"], values="kl")
-        first_page = [(method, README_KEEP) for method in README_ROWS]
-        if table.columns.isin(first_page).sum() != len(first_page):
-            return table.iloc[:0]
-        complete = table[table[first_page].notna().all(axis=1)].dropna(axis=1)
-        enough = complete.index.get_level_values("document").nunique() >= FEWEST
-        return complete if enough else complete.iloc[:0]
+        return complete_rows(table, [(method, README_KEEP) for method in README_ROWS])
 
     @property
     def documents(self) -> list[str]:
@@ -265,20 +260,20 @@ class OfModel:
     def marks(self) -> pd.DataFrame:
         """Right answers by document and question (rows), condition and keep ratio.
 
-        Documents are those on which every condition was asked at the first page's size. A size on
-        which one of its conditions lacks a document is left out.
+        Documents are those on which every condition was asked at the first page's size. A cell
+        that lacks one of them is left out, and so is a model with fewer than ``FEWEST`` documents
+        or without a condition of the first page.
         """
         table = self.answers.pivot(
             index=["document", "question"], columns=["condition", "keep"], values="right"
         )
-        first_page = table.xs(README_KEEP, axis=1, level="keep", drop_level=False)
-        baselines = table[[column for column in table.columns if column in BASELINES]]
-        complete = table[first_page.notna().all(axis=1) & baselines.notna().all(axis=1)]
-        return complete.dropna(axis=1)
+        conditions = [*map(condition_of, README_ROWS), TRUNCATED]
+        first_page = [*((condition, README_KEEP) for condition in conditions), *BASELINES]
+        return complete_rows(table, first_page)
 
     def right_answers(self, condition: str, keep: float) -> Estimate | None:
         """The fraction of right answers with its interval; None where it was not measured."""
-        if (condition, keep) not in self.marks.columns:
+        if (condition, keep) not in self.marks.columns or self.marks.empty:
             return None
         return share(self.marks[condition, keep].to_numpy(float), self.asked_documents)
 
@@ -294,6 +289,18 @@ class OfModel:
         documents = self.asked_documents
         difference = share_difference(ours, theirs, documents)
         return difference, sign_flip_p_value(ours, theirs, documents)
+
+
+def complete_rows(table: pd.DataFrame, needed: list[tuple[str, float]]) -> pd.DataFrame:
+    """The rows that have all needed columns, and the columns that all of these rows have.
+
+    There are none if a needed column is missing or the rows are of fewer than ``FEWEST`` documents.
+    """
+    if table.columns.isin(needed).sum() != len(needed):
+        return table.iloc[:0]
+    complete = table[table[needed].notna().all(axis=1)].dropna(axis=1)
+    enough = complete.index.get_level_values("document").nunique() >= FEWEST
+    return complete if enough else complete.iloc[:0]
 
 
 def unclear(p_values: dict[tuple[str, float], float]) -> set[tuple[str, float]]:
@@ -412,6 +419,7 @@ def wrapped(text: str) -> str:
 
 def page(records: Records, names: dict[str, str]) -> str:
     """docs/leaderboard.md."""
+    models = [records.of_model(label) for label in records.labels]
     facts = records.about
     words = textwrap.wrap(facts["command"], 90, break_on_hyphens=False)
     about = (
@@ -427,8 +435,9 @@ def page(records: Records, names: dict[str, str]) -> str:
     tests = (
         "†: may be chance. The difference to the first row, on the same windows or questions, has "
         "p > .05 after Holm's correction over the column. The test exchanges the two methods on "
-        "whole documents, in all ways. Intervals of right answers are Wilson's with a design "
-        "effect, because answers about one document are alike ([how](evaluation.md))."
+        "whole documents, in all ways, so with fewer than six documents every difference may be "
+        "chance. Intervals of right answers are Wilson's with a design effect, because answers "
+        "about one document are alike ([how](evaluation.md))."
     )
     lines = [
         "# Leaderboard",
@@ -445,7 +454,7 @@ def page(records: Records, names: dict[str, str]) -> str:
         "",
         wrapped(tests),
         "",
-        *(section(records.of_model(label), names) for label in records.labels),
+        *(section(model, names) for model in models if len(model.kl) or len(model.marks)),
     ]
     return "\n".join(lines)
 
@@ -453,6 +462,7 @@ def page(records: Records, names: dict[str, str]) -> str:
 def readme_table(records: Records) -> str:
     """The first table of README, and what its differences may be worth."""
     models = [records.of_model(label) for label in records.labels]
+    models = [model for model in models if len(model.marks)]
     names = [f"{model.title}: right answers, % | KL, nats" for model in models]
     size = f"{100 * README_KEEP:g} %"
     dense = [model.right_answers(*BASELINES[0]) for model in models]
@@ -474,8 +484,8 @@ def readme_table(records: Records) -> str:
     for model in models:
         difference, p = model.paired(condition_of("kvpress:KVzipPress"), README_KEEP)
         sentences.append(
-            f"{100 * difference.value:+.0f} points [{100 * difference.low:+.0f}, "
-            f"{100 * difference.high:+.0f}], p {p:.2g}, on {model.title} ({len(model.marks)} "
+            f"{round(100 * difference.value):+d} points [{round(100 * difference.low):+d}, "
+            f"{round(100 * difference.high):+d}], p {p:.2g}, on {model.title} ({len(model.marks)} "
             f"questions, {len(set(model.asked_documents))} documents)"
         )
     text = (
