@@ -1,7 +1,7 @@
 """Gain and price of KV-CAT by tokens per parameter, from the results of every window.
 
     python runs/scale/tables.py                       # prints the table
-    python runs/scale/tables.py --add FOLDER...       # adds results of kvcat eval suffix to the file
+    python runs/scale/tables.py --add FOLDER...       # adds results folders to the file
 
 ``records.csv.gz`` holds a row for every model, training seed, supervision, method, keep ratio and
 window. A model's name is FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``:

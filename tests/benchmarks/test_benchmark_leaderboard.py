@@ -57,8 +57,8 @@ def test_a_document_that_one_condition_was_not_asked_about_does_not_count():
     assert model.right_answers(h2o, KEEP).value == 0.5
     difference, p_value = model.paired(h2o, KEEP)
     assert (difference.value, p_value) == (0.5, 0.5)  # two documents differ: 2 of 4 ways
-    few = leaderboard.OfModel("m", pd.DataFrame(), model.answers[model.answers["document"] < "d"])
-    assert few.right_answers(h2o, KEEP) is None
+    three = leaderboard.OfModel("m", pd.DataFrame(), model.answers[model.answers["document"] < "d"])
+    assert three.right_answers(h2o, KEEP) is None
 
 
 def test_a_cell_of_kl_is_students_interval_of_the_documents_at_least():

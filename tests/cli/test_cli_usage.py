@@ -47,7 +47,7 @@ def test_the_overview_names_every_command_and_help_version_and_completion_are_pr
     assert capsys.readouterr().out.startswith("kvcat 0.")
     assert run(["--tyro-print-completion", "bash"]) == 0
     shown = capsys.readouterr().out
-    for word in ("needle", "--supervision", "errata", "--mask-weight"):
+    for word in ("needle", "--supervision", "theorem", "--mask-weight"):
         assert word in shown
 
 

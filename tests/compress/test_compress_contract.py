@@ -151,7 +151,7 @@ def test_budgets_out_of_range_are_rejected(traced):
         (
             "attention-matching",
             {"speed": 2},
-            r"attention-matching has no option 'speed'; its options: preset",
+            r"attention-matching has no option 'speed'; its options: bits, preset",
         ),
         ("attention-matching", {"log_bias": "no"}, "log_bias is 'no'; it must be true or false"),
         (

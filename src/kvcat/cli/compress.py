@@ -32,7 +32,6 @@ def compress(
     bits: opt.CacheBits = "auto",
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
-    allow_special: opt.AllowSpecial = False,
     room: opt.Unset[opt.Count] = None,
     protect: opt.Unset[opt.Protect] = None,
     protect_text: opt.Unset[Path] = None,
@@ -74,8 +73,8 @@ def compress(
         max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
         mb: Instead of --keep: largest size of keys, values, scales and log-bias in millions of
             bytes; chooses slots and, unless --bits is given, bits.
-        bits: Bits of keys and values; 8/4: keys in 8, values in 4; 16: the type of the model; auto:
-            16 or, with --mb, as few as are best for that size.
+        bits: Bits of keys and values; 16: the type of the model; auto: 16 or, with --mb, as few as
+            are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
             depend on the length (LongRoPE), or with sliding windows, need it.
@@ -110,7 +109,6 @@ def compress(
             },
             supervision=supervision,
             chat=chat,
-            allow_special=allow_special,
             room=room,
             seed=seed,
             device=device,
@@ -148,7 +146,6 @@ def compress(
         bits=bits,
         supervision=supervision,
         chat=chat,
-        allow_special=allow_special,
         room=room,
         protect=protect,
         protect_text=protect_text,
@@ -172,7 +169,6 @@ def _compress_text(
     bits: str,
     supervision: str,
     chat: bool,
-    allow_special: bool,
     room: int | None,
     protect: str | None,
     protect_text: Path | None,
@@ -201,6 +197,8 @@ def _compress_text(
         options["bits"] = bits
     if has_protection and "bits" in options:
         raise InputError(f"protected slots are exact, not in {options['bits']} bits")
+    if has_protection and name.startswith("kvpress:"):
+        raise InputError(f"{name} protects no slots: leave out --protect and --protect-text")
     learner = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learner in ("gradient", "--max-kl"):
         raise InputError(
@@ -212,7 +210,6 @@ def _compress_text(
 
     import kvcat
     from kvcat.compress import (
-        Quantized,
         protected_ranges,
         protecting,
         reconstruction,
@@ -227,7 +224,7 @@ def _compress_text(
     compressor = seeded_compressor(name, options, seed)
     config = read_config(model)
     tokenizer = load_tokenizer(model)
-    sequence = reconstruction(tokenizer, document, chat=chat, allow_special=allow_special)
+    sequence = reconstruction(tokenizer, document, chat=chat)
     check_length(config, sequence, supervision)
     ranges = protected_ranges(
         tokenizer,
@@ -235,30 +232,25 @@ def _compress_text(
         system=protect == "system",
         passages=passages,
         chat=chat,
-        allow_special=allow_special,
     )
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
     trace = sequence_trace(loaded, sequence, supervision=supervision, room=room)
     trace = protecting(trace, ranges)
-    is_quantized = isinstance(compressor, Quantized)
-    cache_bits = compressor.bits if is_quantized else None
-    compressor = compressor.method if is_quantized else compressor
     if num_bytes is not None:
         keep_ratio = None
-        is_chosen = bits == "16" or cache_bits or has_protection
-        choices = [cache_bits] if is_chosen else None
+        is_chosen = bits == "16" or compressor.bits or has_protection
+        choices = [compressor.bits] if is_chosen else None
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
-    quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
-    command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
+        compressor = compressor if cache_bits is None else compressor.in_bits(cache_bits)
+    command = (model, document, method, keep_ratio, slots, seed, chat, room, dtype)
     protected = (trace.protected,) if trace.protected else ()
     state = _state_file(output, (*command, *protected))
     if max_kl is not None:
-        cache = _smallest_cache(trace, quantizing, max_kl)
+        cache = _smallest_cache(trace, compressor, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
         cache = _trained_cache(trace, compressor, keep_ratio, slots, state)
-        cache = cache if cache_bits is None else cache.quantize(cache_bits)
     else:
-        cache = quantizing(trace, keep_ratio=keep_ratio, num_slots=slots)
+        cache = compressor(trace, keep_ratio=keep_ratio, num_slots=slots)
     if num_bytes is not None and cache.nbytes > num_bytes:
         raise InputError(f"{method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer")
     cache.save(output)

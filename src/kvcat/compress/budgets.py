@@ -34,7 +34,7 @@ def attention_and_curves(
         groups: of ``heads.groups_for_scores``.
         sizes: numbers of slots; with none there are no curves.
     """
-    trace = heads.trace
+    trace = heads.prefix.trace
     dense: dict[HeadIndex, DenseAttention] = {}
     curves: dict[HeadIndex, Curve] = {}
     kv_heads = [keys.shape[1] for keys in trace.keys]
@@ -47,7 +47,7 @@ def attention_and_curves(
             continue
         group_curves = error_curves(batch, attention, sizes, CURVE_RIDGE)
         for (layer, example, head), curve in zip(group, group_curves, strict=True):
-            gain = gains[layer][head].item() / trace.stream[layer][example].item()
+            gain = gains[layer][head].item() / trace.layers[layer].stream[example].item()
             scaled = {size: gain * error for size, error in curve.items()}
             curves[layer, example, head] = scaled
     return dense, curves

@@ -80,11 +80,6 @@ class ResultsFolder:
                 with one_writer(self.path, lock.name):
                     pass
 
-    def fingerprint_of(self, label: str) -> str | None:
-        """The fingerprint in a label's records; None if the label has no records."""
-        weights = models_of(self.records).get(label)
-        return None if weights is None else weights["fingerprint"]
-
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
         """Reject a label whose records in this folder have other weights or another dtype."""
         weights = {"fingerprint": fingerprint, "dtype": dtype}
