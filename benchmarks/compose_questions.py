@@ -214,7 +214,8 @@ def records_of(
 
 
 def report(records: Sequence[dict[str, Any]]) -> None:
-    """Markdown: percent of right answers by keep ratio and condition, and number of documents."""
+    """Markdown: percent of right answers by keep ratio and condition, and number of documents; p
+    of the difference to the first condition over all."""
     rows = [
         {**record, "right": float(right(answer, code))}
         for record in records
@@ -225,10 +226,14 @@ def report(records: Sequence[dict[str, Any]]) -> None:
     print("\n| kept | | " + " | ".join(f"{size} documents" for size in sizes) + " | all |")
     print("|---" * (len(sizes) + 3) + "|")
     for keep in sorted(frame.keep.unique(), reverse=True):
-        for condition in DENSE if keep == 1 else COMPACT:
+        conditions = DENSE if keep == 1 else COMPACT
+        first = frame[(frame.condition == conditions[0]) & (frame.keep == keep)]
+        for condition in conditions:
             rows_of_cell = frame[(frame.condition == condition) & (frame.keep == keep)]
+            reference = None if condition == conditions[0] or first.empty else first
             groups = [rows_of_cell[rows_of_cell["size"] == size] for size in sizes]
-            cells = ["" if asked.empty else share(asked) for asked in [*groups, rows_of_cell]]
+            cells = ["" if asked.empty else share(asked) for asked in groups]
+            cells.append("" if rows_of_cell.empty else share(rows_of_cell, reference))
             print(f"| {100 * keep:g} % | {condition} | " + " | ".join(cells) + " |")
     asked = frame[(frame.condition == "joint") & (frame.keep == 1)]
     counts = [f"{(asked['size'] == size).sum()} about {size}" for size in sizes]

@@ -45,8 +45,9 @@ from kvcat.files import append_jsonl
 
 ANSWER = "Noted."
 QUESTION = "What is the phone number of {}?"
+SESSION = "session"
 SESSIONS: dict[str, dict[str, Any]] = {
-    "session": {},
+    SESSION: {},
     "all queries": {"num_kept": 1 << 20},
     "no queries": {"num_kept": 0},
     "streaming": {"method": "streaming"},
@@ -203,8 +204,12 @@ def report(records: Sequence[dict[str, Any]]) -> None:
         group = frame[frame.condition == name]
         if group.empty:
             continue
-        by_turn = [group[group.turns == turn] for turn in turns]
-        cells = ["" if asked.empty else share(asked) for asked in by_turn]
+        session = frame[frame.condition == SESSION] if name not in ("dense", SESSION) else None
+        cells = []
+        for turn in turns:
+            asked = group[group.turns == turn]
+            reference = None if session is None else session[session.turns == turn]
+            cells.append("" if asked.empty else share(asked, reference))
         print(f"| {name} | " + " | ".join(cells) + " |")
     most = frame[frame.turns == turns[-1]].copy()
     most["age"] = pd.cut(

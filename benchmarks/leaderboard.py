@@ -79,6 +79,7 @@ MARKERS = "osD^vPX<>"
 WAY = "reconstruction"
 KEEPS = (0.05, 0.1, 0.2, 0.4)
 SIGNIFICANT = 0.05
+FEWEST = 4  # documents of a mean
 LOSSES = (
     *("model", "window", "kind", "document", "method", "way", "keep", "seconds", "bytes"),
     *("kl_first", "kl_second"),
@@ -220,16 +221,17 @@ class OfModel:
 
     @cached_property
     def kl(self) -> pd.DataFrame:
-        """KL by window and document (rows), method and keep ratio; windows that all methods have.
+        """KL by window and document (rows), method and keep ratio.
 
         Of a document alone: methods that learn were fitted to a repetition, the others read it.
+        Windows are those that every method of the first page has; a cell that lacks one of them is
+        left out, and so is a model with fewer than ``FEWEST`` documents.
         """
         learns = self.losses["method"].astype(str).str.startswith(LEARNING)
         alone = self.losses[(self.losses["way"] == WAY) == learns]
         alone = alone.assign(kl=(alone["kl_first"] + alone["kl_second"]) / 2)
-        return alone.pivot(
-            index=["window", "document"], columns=["method", "keep"], values="kl"
-        ).dropna()
+        table = alone.pivot(index=["window", "document"], columns=["method", "keep"], values="kl")
+        return complete_rows(table, [(method, README_KEEP) for method in README_ROWS])
 
     @property
     def documents(self) -> list[str]:
@@ -238,7 +240,7 @@ class OfModel:
 
     def kl_estimate(self, method: str, keep: float) -> Estimate | None:
         """Mean KL over windows with its interval; None where it was not measured."""
-        if (method, keep) not in self.kl.columns:
+        if (method, keep) not in self.kl.columns or self.kl.empty:
             return None
         return ClusterBootstrap(self.documents).mean(self.kl[method, keep].to_numpy())
 
@@ -258,20 +260,20 @@ class OfModel:
     def marks(self) -> pd.DataFrame:
         """Right answers by document and question (rows), condition and keep ratio.
 
-        Documents are those on which every condition was asked at the first page's size. A size on
-        which one of its conditions lacks a document is left out.
+        Documents are those on which every condition was asked at the first page's size. A cell
+        that lacks one of them is left out, and so is a model with fewer than ``FEWEST`` documents
+        or without a condition of the first page.
         """
         table = self.answers.pivot(
             index=["document", "question"], columns=["condition", "keep"], values="right"
         )
-        first_page = table.xs(README_KEEP, axis=1, level="keep", drop_level=False)
-        baselines = table[[column for column in table.columns if column in BASELINES]]
-        complete = table[first_page.notna().all(axis=1) & baselines.notna().all(axis=1)]
-        return complete.dropna(axis=1)
+        conditions = [*map(condition_of, README_ROWS), TRUNCATED]
+        first_page = [*((condition, README_KEEP) for condition in conditions), *BASELINES]
+        return complete_rows(table, first_page)
 
     def right_answers(self, condition: str, keep: float) -> Estimate | None:
         """The fraction of right answers with its interval; None where it was not measured."""
-        if (condition, keep) not in self.marks.columns:
+        if (condition, keep) not in self.marks.columns or self.marks.empty:
             return None
         return share(self.marks[condition, keep].to_numpy(float), self.asked_documents)
 
@@ -287,6 +289,18 @@ class OfModel:
         documents = self.asked_documents
         difference = share_difference(ours, theirs, documents)
         return difference, sign_flip_p_value(ours, theirs, documents)
+
+
+def complete_rows(table: pd.DataFrame, needed: list[tuple[str, float]]) -> pd.DataFrame:
+    """The rows that have all needed columns, and the columns that all of these rows have.
+
+    There are none if a needed column is missing or the rows are of fewer than ``FEWEST`` documents.
+    """
+    if table.columns.isin(needed).sum() != len(needed):
+        return table.iloc[:0]
+    complete = table[table[needed].notna().all(axis=1)].dropna(axis=1)
+    enough = complete.index.get_level_values("document").nunique() >= FEWEST
+    return complete if enough else complete.iloc[:0]
 
 
 def unclear(p_values: dict[tuple[str, float], float]) -> set[tuple[str, float]]:
@@ -361,16 +375,17 @@ def questions_table(model: OfModel, names: dict[str, str]) -> list[str]:
     for condition, name in conditions.items():
         cells = []
         for keep in keeps:
-            estimate = model.right_answers(condition, keep)
-            text = "-" if estimate is None else percent(estimate)
+            text = percent(model.right_answers(condition, keep))
             cells.append(f"{text}†" if (condition, keep) in same else text)
         if set(cells) != {"-"}:
             lines.append(f"| {name} | {' | '.join(cells)} |")
     return lines
 
 
-def percent(estimate: Estimate) -> str:
-    """A fraction with its interval in per cent."""
+def percent(estimate: Estimate | None) -> str:
+    """A fraction with its interval in per cent; a dash where it was not measured."""
+    if estimate is None:
+        return "-"
     return f"{100 * estimate.value:.0f} [{100 * estimate.low:.0f}, {100 * estimate.high:.0f}]"
 
 
@@ -404,6 +419,7 @@ def wrapped(text: str) -> str:
 
 def page(records: Records, names: dict[str, str]) -> str:
     """docs/leaderboard.md."""
+    models = [records.of_model(label) for label in records.labels]
     facts = records.about
     words = textwrap.wrap(facts["command"], 90, break_on_hyphens=False)
     about = (
@@ -419,8 +435,9 @@ def page(records: Records, names: dict[str, str]) -> str:
     tests = (
         "†: may be chance. The difference to the first row, on the same windows or questions, has "
         "p > .05 after Holm's correction over the column. The test exchanges the two methods on "
-        "whole documents, in all ways. Intervals of right answers are Wilson's with a design "
-        "effect, because answers about one document are alike ([how](evaluation.md))."
+        "whole documents, in all ways, so with fewer than six documents every difference may be "
+        "chance. Intervals of right answers are Wilson's with a design effect, because answers "
+        "about one document are alike ([how](evaluation.md))."
     )
     lines = [
         "# Leaderboard",
@@ -437,7 +454,7 @@ def page(records: Records, names: dict[str, str]) -> str:
         "",
         wrapped(tests),
         "",
-        *(section(records.of_model(label), names) for label in records.labels),
+        *(section(model, names) for model in models if len(model.kl) or len(model.marks)),
     ]
     return "\n".join(lines)
 
@@ -445,9 +462,11 @@ def page(records: Records, names: dict[str, str]) -> str:
 def readme_table(records: Records) -> str:
     """The first table of README, and what its differences may be worth."""
     models = [records.of_model(label) for label in records.labels]
+    models = [model for model in models if len(model.marks)]
     names = [f"{model.title}: right answers, % | KL, nats" for model in models]
     size = f"{100 * README_KEEP:g} %"
-    full = [f"{100 * _value(model.right_answers(*BASELINES[0])):.0f} | 0" for model in models]
+    dense = [model.right_answers(*BASELINES[0]) for model in models]
+    full = [f"{_first_page(estimate, 100, '.0f')} | 0" for estimate in dense]
     lines = [
         f"| | cache size | {' | '.join(names)} |",
         "|---" * (2 + 2 * len(models)) + "|",
@@ -465,18 +484,14 @@ def readme_table(records: Records) -> str:
     for model in models:
         difference, p = model.paired(condition_of("kvpress:KVzipPress"), README_KEEP)
         sentences.append(
-            f"{100 * difference.value:+.0f} points [{100 * difference.low:+.0f}, "
-            f"{100 * difference.high:+.0f}], p {p:.2g}, on {model.title} ({len(model.marks)} "
+            f"{round(100 * difference.value):+d} points [{round(100 * difference.low):+d}, "
+            f"{round(100 * difference.high):+d}], p {p:.2g}, on {model.title} ({len(model.marks)} "
             f"questions, {len(set(model.asked_documents))} documents)"
         )
     text = (
         f"The default's right answers minus KVzip's, on the same questions: {'; '.join(sentences)}."
     )
     return "\n".join([*lines, "", wrapped(text), ""])
-
-
-def _value(estimate: Estimate | None) -> float:
-    return float("nan") if estimate is None else estimate.value
 
 
 def _first_page(estimate: Estimate | None, factor: float, form: str) -> str:

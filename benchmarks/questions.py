@@ -43,7 +43,7 @@ from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl, read_jsonl
-from kvcat.stats import shares
+from kvcat.stats import shares, sign_flip_p_value
 
 # number of lines with facts, all of which are asked
 KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}
@@ -224,15 +224,31 @@ def answered(
             }
 
 
-def share(rows: pd.DataFrame) -> str:
-    """The share of right answers, percent, with its interval (``kvcat.stats.shares.share``)."""
-    interval = shares.share(rows.right.to_numpy(), list(rows.document))
-    return f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
+def share(rows: pd.DataFrame, reference: pd.DataFrame | None = None) -> str:
+    """The share of right answers, percent, with its interval (``kvcat.stats.shares.share``).
+
+    With a reference, the answers of another method to the same questions, the p-value of the
+    difference follows (``sign_flip_p_value``).
+    """
+    interval = shares.share(rows.right.to_numpy(float), list(rows.document))
+    text = f"{100 * interval.value:.0f} [{100 * interval.low:.0f}, {100 * interval.high:.0f}]"
+    if reference is None or reference.empty:
+        return text
+    pairs = pd.concat([_marks(rows), _marks(reference)], axis=1, join="inner", keys=["a", "b"])
+    documents = list(pairs.index.get_level_values("document"))
+    p_value = sign_flip_p_value(pairs["a"].to_numpy(), pairs["b"].to_numpy(), documents)
+    return f"{text} p {p_value:.2g}"
+
+
+def _marks(rows: pd.DataFrame) -> pd.Series:
+    """Right answers by document and question, whose order is the same in every record."""
+    numbered = rows.assign(question=rows.groupby("document").cumcount())
+    return numbered.set_index(["document", "question"])["right"].astype(float)
 
 
 def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[float]) -> None:
     """Markdown: percent of right answers by condition and keep ratio, of all questions, each kind
-    and each length.
+    and each length; p of the difference to the first condition.
 
     Only documents count on which every condition has answered.
     """
@@ -256,9 +272,13 @@ def report(records: Sequence[dict], conditions: Sequence[str], keeps: Sequence[f
         print(f"dense {share(dense)}, no document {share(none)}\n")
         print(" | ".join(["|", *(f"{100 * keep:g} %" for keep in keeps), "seconds |"]))
         print("|---" * (len(keeps) + 2) + "|")
+        first = group[group.condition == conditions[0]]
         for condition in conditions:
             answers = group[group.condition == condition]
-            cells = [share(answers[answers.keep == keep]) for keep in keeps]
+            cells = []
+            for keep in keeps:
+                reference = None if condition == conditions[0] else first[first.keep == keep]
+                cells.append(share(answers[answers.keep == keep], reference))
             print(
                 " | ".join(
                     [

@@ -39,40 +39,46 @@ def test_right_answers_are_those_of_the_texts(records):
 
 
 def test_a_document_that_one_condition_was_not_asked_about_does_not_count():
-    conditions = [condition_of("h2o"), condition_of(leaderboard.DEFAULT), "truncated@text"]
+    conditions = [*map(condition_of, leaderboard.README_ROWS), leaderboard.TRUNCATED]
     cells = [*((condition, KEEP) for condition in conditions), ("dense", 1.0), ("no document", 0.0)]
+    h2o = condition_of("h2o")
     rows = [
-        {"document": document, "question": str(i), "condition": condition, "keep": keep}
-        | {"model": "m", "right": int(condition != conditions[0] or document == "a")}
-        for document in "abc"
+        {"model": "m", "document": document, "question": str(i), "condition": condition}
+        | {"keep": keep, "right": int(condition != h2o or document in "ab")}
+        for document in "abcde"
         for i in range(4)
         for condition, keep in cells
-        if (document, condition) != ("c", "truncated@text")
+        if (document, condition) != ("e", leaderboard.TRUNCATED)
     ]
     rows.append(rows[0] | {"keep": 0.1})  # a size that only one question has
     model = leaderboard.OfModel("m", pd.DataFrame(), pd.DataFrame(rows))
-    assert set(model.asked_documents) == {"a", "b"}
+    assert set(model.asked_documents) == set("abcd")
     assert {keep for _, keep in model.marks.columns} == {KEEP, 1.0, 0.0}
-    estimate = model.right_answers(conditions[0], KEEP)
-    assert estimate.value == 0.5
-    difference, p_value = model.paired(conditions[0], KEEP)
-    assert (difference.value, p_value) == (0.5, 1.0)  # one document of two differs: 2 of 4 ways
+    assert model.right_answers(h2o, KEEP).value == 0.5
+    difference, p_value = model.paired(h2o, KEEP)
+    assert (difference.value, p_value) == (0.5, 0.5)  # two documents differ: 2 of 4 ways
+    three = leaderboard.OfModel("m", pd.DataFrame(), model.answers[model.answers["document"] < "d"])
+    assert three.right_answers(h2o, KEEP) is None
 
 
 def test_a_cell_of_kl_is_students_interval_of_the_documents_at_least():
     kl = [0.1, 0.2, 0.3, 0.6]
     rows = [
-        {"model": "m", "window": i, "document": str(i), "method": "h2o", "way": "suffix"}
+        {"model": "m", "window": i, "document": str(i), "method": method}
+        | {"way": condition_of(method).split("@")[1].replace("self", "suffix")}
         | {"keep": KEEP, "kl_first": value - 0.05, "kl_second": value + 0.05}
         for i, value in enumerate(kl)
+        for method in leaderboard.README_ROWS
     ]
-    rows.append(rows[0] | {"way": "reconstruction", "kl_first": 9.0})  # of another kind of cache
+    h2o = next(row for row in rows if row["method"] == "h2o")
+    rows.append(h2o | {"way": "reconstruction", "kl_first": 9.0})  # of another kind of cache
+    rows.append(h2o | {"method": "streaming"})  # measured on one window
     model = leaderboard.OfModel("m", pd.DataFrame(rows), pd.DataFrame())
     estimate = model.kl_estimate("h2o", KEEP)
     half = scipy.stats.t.ppf(0.975, 3) * pd.Series(kl).std() / math.sqrt(4)
     assert estimate.value == pytest.approx(0.3)
     assert (estimate.low, estimate.high) == pytest.approx((0.3 - half, 0.3 + half))
-    assert model.kl_estimate("snapkv", KEEP) is None
+    assert model.kl_estimate("streaming", KEEP) is None
 
 
 def test_holms_correction_is_over_the_cells_of_one_size():

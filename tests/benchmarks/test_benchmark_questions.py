@@ -1,5 +1,6 @@
 """The documents that questions are asked about, in a chat template with control tokens."""
 
+import pandas as pd
 import questions
 from questions import Document
 
@@ -52,3 +53,11 @@ def test_without_a_document_the_question_has_the_same_opening_once(monkeypatch):
     assert prompts[0].count(asked.tokenizer.bos_token_id) == 1
     truncated = asked.truncated(0.5)
     assert LENGTH / 2 - truncated.num_tokens in (0, 1)  # both ends have equally many
+
+
+def test_shares_of_two_methods_have_the_p_of_the_same_questions():
+    rows = pd.DataFrame({"document": list("aabbcdefgh"), "right": [1] * 10})
+    assert questions.share(rows) == "100 [68, 100]"
+    others = rows.iloc[::-1].assign(right=0)  # in another order; eight documents differ
+    assert questions.share(rows, others) == f"100 [68, 100] p {2 / 2**8:.2g}"
+    assert questions.share(rows, rows.copy()).endswith(" p 1")

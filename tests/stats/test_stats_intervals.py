@@ -89,7 +89,7 @@ def test_intervals_of_twelve_skewed_documents_cover_what_they_say():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "spread"), [(8, 1.5), (10, 1.0), (30, 1.0)])
+@pytest.mark.parametrize(("number", "spread"), [(4, 1.0), (8, 1.5), (10, 1.0), (30, 1.0)])
 def test_the_printed_coverage_of_log_normal_means_is_the_simulated_one(number, spread):
     generator = np.random.default_rng(0)
     trials = 600
@@ -107,7 +107,7 @@ def test_the_coverage_of_a_mean_reads_the_spread_of_documents_not_of_windows():
     spread_one = np.exp([1.0, -1.0] * 5)  # standard deviation of the logarithms: 1.054
     assert coverage_of_mean(spread_one, names(10)) == 90
     assert coverage_of_mean(np.ones(10), names(10)) == 95
-    assert coverage_of_mean(spread_one, names(10, each=2)) == 95
+    assert coverage_of_mean(spread_one, names(10, each=2)) == 92  # equal documents, five of them
 
 
 def test_windows_of_one_document_are_resampled_together():
