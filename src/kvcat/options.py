@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import numbers
 import re
 import types

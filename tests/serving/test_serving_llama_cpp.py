@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from evicted_caches import evicted, ids, make_model, our_logits, ragged
+from scipy.linalg import hadamard
 
 import kvcat
 from gguf_files import write_gguf as write_plain_gguf
@@ -14,6 +15,7 @@ from kvcat.cache import CompactCache, CompactLayer
 from kvcat.errors import InputError
 from kvcat.models import load
 from kvcat.serving import LlamaCpp, export_prefix, llama_abi, read_prefix, widen, write_gguf
+from tiny import refusal
 
 pytest.importorskip("xllamacpp", reason="needs xllamacpp")
 NEW = 6
@@ -211,13 +213,18 @@ def test_blocks_are_those_of_the_gguf_package(cache_type):
 
 
 @pytest.mark.parametrize(("cache_type", "tolerance"), [("q8_0", 0.5), ("q4_0", 5.0)])
-@pytest.mark.parametrize("kind", ["qwen2", "llama"])
-def test_types_in_blocks_answer_from_a_cache_in_few_bits(tmp_path, kind, cache_type, tolerance):
+@pytest.mark.parametrize(
+    ("kind", "wide"), [("qwen2", 32), ("llama", 32), ("qwen2", 64), ("llama", 96), ("llama", 128)]
+)
+def test_types_in_blocks_answer_from_a_cache_in_few_bits(
+    tmp_path, kind, wide, cache_type, tolerance
+):
+    """llama.cpp rotates heads of a multiple of 64 channels before it stores them in few bits."""
     model = make_model(kind, {"hidden_size": 64})
-    cache = evicted(model, ids(1, 60), 9, log_bias=True).quantize(8)
+    cache = ragged(evicted(model, ids(1, 60), 9, log_bias=True)).quantize(8)
     path = tmp_path / "wide.gguf"
-    write_gguf(widen(model, 32), path, dtype="float32")
-    prefix = pack(cache, model, tmp_path / "p", 32)
+    write_gguf(widen(model, wide), path, dtype="float32")
+    prefix = pack(cache, model, tmp_path / "p", wide)
     suffix = ids(1, NEW, seed=6)
     with closing(LlamaCpp(path, num_ctx=256, cache_type=cache_type)) as running:
         running.load(prefix)
@@ -231,6 +238,45 @@ def test_types_in_blocks_answer_from_a_cache_in_few_bits(tmp_path, kind, cache_t
         assert (logits - wanted).square().mean() < 0.5 * (alone - wanted).square().mean()
         running.load(prefix)
         assert torch.equal(each_logits(running, suffix[0]), logits)
+
+
+@pytest.mark.parametrize("cache_type", ["q8_0", "q4_0"])
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_a_plain_model_with_large_heads_reads_a_restored_cache_as_its_own(
+    tmp_path, monkeypatch, head_dim, disabled, cache_type
+):
+    monkeypatch.setenv("LLAMA_ATTN_ROT_DISABLE", str(int(disabled)))  # llama.cpp's own switch
+    model = make_model("qwen2", {"hidden_size": 4 * head_dim})
+    for weight in model.parameters():
+        weight.data.mul_(0.3)  # so that 4 bits round less than half of the logits
+    text = ids(1, 66)
+    cache = evicted(model, text[:, :60], 60)
+    prefix = pack(cache, model, tmp_path / "p")
+    path = write_plain_gguf(model, tmp_path / "g")
+    with closing(LlamaCpp(path, num_ctx=256, cache_type=cache_type)) as running:
+        assert disabled or running.layout.key_block >= 64
+        own = running.logits(text[0].tolist())
+        running.load(prefix)
+        restored = running.logits(text[0, 60:].tolist())
+    expected = our_logits(model, cache, text[:, 60:])[0, -1]
+    rounding = (own - expected).norm()
+    assert (restored - expected).norm() < 2 * rounding
+    assert rounding < 0.5 * expected.norm()
+
+
+def test_the_rotation_is_found_and_what_is_not_known_is_rejected():
+    plain = torch.randn(5, 384, generator=torch.Generator().manual_seed(0))
+    for block in (1, 64, 128):
+        matrix = torch.from_numpy(hadamard(block)).float() / block**0.5
+        stored = (plain.view(5, -1, block) @ matrix).view(5, 384)
+        torch.testing.assert_close(llama_abi.rotated(plain, block), stored)
+        for cache_type in ("q8_0", "q4_0"):
+            in_blocks = llama_abi._blocks(stored, cache_type).view(5, -1)
+            rows = [llama_abi._numbers(row.numpy().tobytes(), cache_type) for row in in_blocks]
+            assert llama_abi.rotation_block(torch.stack(rows), plain) == block
+    message = refusal(llama_abi.rotation_block, plain.roll(1, -1), plain)
+    assert 'cache_type="float16"' in message
 
 
 def test_heads_that_do_not_fill_blocks_are_rejected(served):

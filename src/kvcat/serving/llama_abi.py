@@ -28,6 +28,7 @@ CACHE_TYPES = {"float32": 0, "float16": 1, "bfloat16": 30, "q8_0": 8, "q4_0": 2}
 
 _BLOCK = 32  # channels that share a scale
 _BLOCK_BYTES = {"q8_0": 2 + 32, "q4_0": 2 + 16}
+_ROUNDING = 0.3  # relative, of 4 bits at most
 
 _STATE_MAGIC = 0x67677371  # of llama_state_seq_save_file
 _LOG_LEVEL_ERROR = 4
@@ -187,6 +188,8 @@ class StateLayout:
         header: the bytes between the cells and the first layer's keys.
         cache_type: one of ``CACHE_TYPES``.
         width: channels of all KV heads together.
+        key_block, value_block: channels that the engine rotates together before it stores them
+            (``rotated``); 1: it does not.
     """
 
     version: int
@@ -195,6 +198,8 @@ class StateLayout:
     header: bytes
     cache_type: str
     width: int
+    key_block: int = 1
+    value_block: int = 1
 
     @classmethod
     def read(cls, state: bytes, num_layers: int, cache_type: str) -> "StateLayout":
@@ -252,14 +257,72 @@ class StateLayout:
         for keys, _ in layers:
             yield struct.pack("<iQ", type_number, _row_bytes(self.width, self.cache_type))
             ordered = interleaved(keys) if is_interleaved else keys
-            yield _raw_bytes(_by_slot(ordered), self.cache_type)
+            yield _raw_bytes(rotated(_by_slot(ordered), self.key_block), self.cache_type)
         for _, values in layers:
             yield _values_header(self.width, self.cache_type)
-            rows = _by_slot(values)
+            rows = rotated(_by_slot(values), self.value_block)
             by_channel = rows if is_in_blocks(self.cache_type) else rows.mT
             yield _raw_bytes(by_channel, self.cache_type)
         other_streams = bytes(4 * (self.num_streams - 1))
         yield other_streams
+
+    def first_layer(
+        self, state: bytes, num_layers: int
+    ) -> tuple[Float[Tensor, " channels"], Float[Tensor, " channels"]]:
+        """The keys and values of the first layer in the state of one token, as they are stored."""
+        (num_tokens,) = struct.unpack_from("<I", state, 8)
+        row_bytes = _row_bytes(self.width, self.cache_type)
+        keys_at = 12 + 4 * num_tokens + 12 + len(self.cell_tail) + len(self.header)
+        values_at = keys_at + num_layers * (12 + row_bytes)
+        values_at += len(_values_header(self.width, self.cache_type))
+        keys = state[keys_at + 12 : keys_at + 12 + row_bytes]
+        values = state[values_at : values_at + row_bytes]
+        return _numbers(keys, self.cache_type), _numbers(values, self.cache_type)
+
+
+def rotated(states: Float[Tensor, "slots channels"], block: int) -> Float[Tensor, "slots channels"]:
+    """States as llama.cpp stores them where it rotates every ``block`` neighbouring channels.
+
+    Since April 2026 it does so for caches in few bits, which outliers would spoil, if the heads are
+    large enough. The rotation is a Walsh-Hadamard matrix, H_ij = (-1)^popcount(i & j) / sqrt(block),
+    in halves: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and outputs are rotated as well, so
+    that attention does not change.
+    """
+    size = 1
+    while size < block:
+        # (slots, pairs of groups, 2, channels of a group)
+        first, second = states.unflatten(-1, (-1, 2, size)).unbind(-2)
+        states = torch.stack([first + second, first - second], dim=-2).flatten(-3) / 2**0.5
+        size *= 2
+    return states
+
+
+def rotation_block(
+    stored: Float[Tensor, "slots channels"], plain: Float[Tensor, "slots channels"]
+) -> int:
+    """The ``block`` of the rotation by which an engine made its stored states.
+
+    Args:
+        stored: the states of some tokens in the engine's cache.
+        plain: those of the same tokens in a cache that is not rotated.
+
+    Raises:
+        InputError: no block makes them.
+    """
+    width = stored.shape[-1]
+    errors: dict[int, float] = {}
+    block = 1
+    while width % block == 0:
+        made = rotated(plain, block)
+        errors[block] = float((made - stored).norm() / plain.norm().clamp_min(1e-30))
+        block *= 2
+    best = min(errors, key=errors.__getitem__)
+    if errors[best] > _ROUNDING:
+        raise InputError(
+            "llama.cpp changes keys and values before it stores them in few bits, in a way that "
+            'is not known: use cache_type="float16"'
+        )
+    return best
 
 
 def _width(
@@ -343,6 +406,21 @@ def _blocks(states: Tensor, cache_type: str) -> UInt8[Tensor, "blocks bytes"]:
         numbers = (steps + 8.5).floor().clamp(0, 15).to(torch.uint8)
         codes = numbers[:, :16] | (numbers[:, 16:] << 4)
     return torch.cat([stored_scales.view(torch.uint8), codes], dim=1)
+
+
+def _numbers(stored: bytes, cache_type: str) -> Float[Tensor, " channels"]:
+    """The numbers of stored channels, in float32."""
+    codes = torch.frombuffer(bytearray(stored), dtype=torch.uint8)
+    if not is_in_blocks(cache_type):
+        return codes.view(getattr(torch, cache_type)).float()
+    blocks = codes.view(-1, _BLOCK_BYTES[cache_type])
+    scales = blocks[:, :2].clone().view(torch.float16).float()
+    codes = blocks[:, 2:]
+    if cache_type == "q8_0":
+        numbers = codes.clone().view(torch.int8).float()
+    else:
+        numbers = torch.cat([codes & 15, codes >> 4], dim=1).float() - 8
+    return (scales * numbers).flatten()
 
 
 def _too_large(states: Tensor, cache_type: str) -> InputError:

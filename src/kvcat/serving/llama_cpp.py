@@ -8,6 +8,7 @@ CPUs), or of any other library that exports it (``llama_abi``).
 import ctypes
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,21 @@ import torch
 from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
 from kvcat.files import check_appended_seal
-from kvcat.serving.llama_abi import CACHE_TYPES, Library, StateLayout, context_parameters
+from kvcat.serving.llama_abi import (
+    CACHE_TYPES,
+    Library,
+    StateLayout,
+    context_parameters,
+    is_in_blocks,
+    rotation_block,
+)
 from kvcat.serving.prefix import Prefix
 from kvcat.types import Float, Tensor
 
 # by architecture: whether a GGUF file has the two channels of a rotation next to each other
 _INTERLEAVED = {"llama": True, "qwen2": False, "qwen3": False}
+_PROBE_TOKENS = 8
+_PROBE_CELLS = 64
 
 
 class LlamaCpp:
@@ -29,7 +39,8 @@ class LlamaCpp:
 
     It runs without flash attention, which rounds to half precision on a CPU, except with the cache
     types q8_0 and q4_0, whose values llama.cpp reads with it alone. These hold 32 channels with one
-    scale, so the heads of the model need a multiple of 32 channels.
+    scale, so the heads of the model need a multiple of 32 channels. Newer versions of llama.cpp
+    rotate keys and values before they store them in these types; restored caches are rotated alike.
 
     Args:
         gguf: the model; for caches with a log-bias or unequal heads, the file that ``write_gguf``
@@ -74,32 +85,65 @@ class LlamaCpp:
             self.close()
             raise
 
-    def _open_context(self, num_ctx: int, cache_type: str, num_threads: int) -> None:
+    def _new_context(self, num_ctx: int, cache_type: str, num_threads: int) -> Any:
         defaults = self._call("context_default_params")
         parameters = context_parameters(defaults, num_ctx, cache_type)
-        self._context = self._call("init_from_model", self._model, parameters)
-        if not self._context:
+        context = self._call("init_from_model", self._model, parameters)
+        if not context:
             reason = self._library.reason
             raise InputError(f"llama.cpp makes no context of {num_ctx} cells: {reason}")
-        self._call("set_n_threads", self._context, num_threads, num_threads)
+        self._call("set_n_threads", context, num_threads, num_threads)
+        return context
+
+    def _open_context(self, num_ctx: int, cache_type: str, num_threads: int) -> None:
+        self._context = self._new_context(num_ctx, cache_type, num_threads)
         self.num_ctx = int(self._call("n_ctx", self._context))
         self._vocab_size = self._call("vocab_n_tokens", self._call("model_get_vocab", self._model))
         self._architecture = self._meta("general.architecture")
         self._fingerprint = self._meta("kvcat.fingerprint")
         self._num_layers = self._call("model_n_layer", self._model)
-        self.layout = self._read_layout(cache_type)
+        self.layout = StateLayout.read(self._state_of(0), self._num_layers, cache_type)
+        if is_in_blocks(cache_type):
+            self.layout = self._with_rotation(self.layout)
 
-    def _read_layout(self, cache_type: str) -> StateLayout:
-        """The layout of the engine's states, from the state of one token."""
-        self.logits([0])
+    def _with_rotation(self, layout: StateLayout) -> StateLayout:
+        """The layout with the rotation of keys and values that the engine applies.
+
+        It is found by a comparison with a cache in float32, which is not rotated, so that no
+        version of llama.cpp has to be known. In the first layer both hold the same.
+        """
+        tokens = range(0, self._vocab_size, -(-self._vocab_size // _PROBE_TOKENS))
+        stored = self._first_layers(layout, tokens)
+        context = self._context
+        self._context = self._new_context(_PROBE_CELLS, "float32", 1)
+        try:
+            exact = StateLayout.read(self._state_of(0), self._num_layers, "float32")
+            plain = self._first_layers(exact, tokens)
+        finally:
+            self._call("free", self._context)
+            self._context = context
+        key_block, value_block = map(rotation_block, stored, plain)
+        return replace(layout, key_block=key_block, value_block=value_block)
+
+    def _first_layers(
+        self, layout: StateLayout, tokens: Sequence[int]
+    ) -> tuple[Float[Tensor, "tokens channels"], Float[Tensor, "tokens channels"]]:
+        """The first layer's keys and values of tokens, each alone at position 0."""
+        rows = [layout.first_layer(self._state_of(token), self._num_layers) for token in tokens]
+        keys, values = zip(*rows, strict=True)
+        return torch.stack(keys), torch.stack(values)
+
+    def _state_of(self, token: int) -> bytes:
+        """The engine's state after one token; the context is empty then."""
+        self.logits([token])
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "state"
-            token_ids = (ctypes.c_int32 * 1)(0)
+            token_ids = (ctypes.c_int32 * 1)(token)
             name = str(path).encode()
             self._call("state_seq_save_file", self._context, name, 0, token_ids, 1)
-            layout = StateLayout.read(path.read_bytes(), self._num_layers, cache_type)
+            state = path.read_bytes()
         self.clear()
-        return layout
+        return state
 
     def load(self, prefix: Prefix) -> None:
         """Start again after a document's cache, with token 0 in every cell.
