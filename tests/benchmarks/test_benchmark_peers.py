@@ -58,8 +58,8 @@ def test_grkvs_queries_at_the_last_position_are_the_models_own(traced):
     queries.NUM_QUERIES = traced.prefix_len  # every position
     by_layer = queries._queries(traced)
     for layer, of_layer in enumerate(by_layer):
-        group = traced.prefix_queries[layer].shape[1] // of_layer.shape[0]
-        last = traced.prefix_queries[layer][0, :, -1] * traced.scales[layer]
+        group = traced.layers[layer].prefix_queries.shape[1] // of_layer.shape[0]
+        last = traced.layers[layer].prefix_queries[0, :, -1] * traced.scales[layer]
         moved = of_layer.unflatten(1, (group, -1))[:, :, -1].flatten(0, 1)
         torch.testing.assert_close(moved, last)
 

@@ -110,7 +110,7 @@ def test_dense_logits_of_a_trace_are_those_of_the_stock_model_whatever_the_chunk
     expected = stock_logits(stock, text)[:, prefix:]
     for chunk in (4096, 32):
         made = kvcat.trace(model, text, prefix, chunk_tokens=chunk)
-        assert made.rope == "long"
+        assert made.text.rope == "long"
         assert error(made.logits, expected) < 1e-5
         assert float(kvcat.compare(made, made.dense_cache()).kl) < 1e-9
 

@@ -180,7 +180,8 @@ class ChatTemplate:
         wanted = without_cuts(render(visible))
         for contents in (map(_fenced, cut), cut):
             written = render(list(contents))
-            if without_cuts(written) == wanted:
+            # before it or after it: the template may write a time that has changed in between
+            if without_cuts(written) in (wanted, without_cuts(render(visible))):
                 return written
         # the template looks for control tokens in answers: cut those that it does not look for
         fenced = [text if index in answers else _fenced(text) for index, text in enumerate(visible)]

@@ -52,7 +52,7 @@ _SETTINGS = {
 _CONVERSATION = {
     "turns": tuple[tuple[str, str], ...],
     "is_answered": bool,
-    "answer": str,
+    "answer": str | None,
     "end": str,
     "template": str,
 }
