@@ -1,4 +1,4 @@
-"""A small copy of a model, on which a wrong computation can be told from rounding.
+"""A small copy of a model, on which a wrong computation and rounding cannot be confused.
 
 In half precision even transformers' own attention functions differ by some per cent, because large
 activations are rounded in every layer. A check of what a class computes, not of how its weights are

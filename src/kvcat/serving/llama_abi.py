@@ -284,9 +284,9 @@ def rotated(states: Float[Tensor, "slots channels"], block: int) -> Float[Tensor
     """States as llama.cpp stores them where it rotates every ``block`` neighbouring channels.
 
     Since April 2026 it does so for caches in few bits, which outliers would spoil, if the heads are
-    large enough. The rotation is a Walsh-Hadamard matrix, H_ij = (-1)^popcount(i & j) / sqrt(block),
-    in halves: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and outputs are rotated as well, so
-    that attention does not change.
+    large enough. The rotation is a Walsh-Hadamard matrix, H_ij = (-1)^popcount(i & j) /
+    sqrt(block), in halves: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and outputs are rotated
+    as well, so that attention does not change.
     """
     size = 1
     while size < block:
