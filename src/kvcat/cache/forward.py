@@ -100,8 +100,9 @@ def guard(model: PreTrainedModel, past: PrefixCache) -> None:
     """Hook every forward of the model with a ``PrefixCache``.
 
     The hooks check the forward before it runs, make it use the cache's rotary factors, and keep
-    other threads from changing the model until it ends. They are on the model's ``base_model`` as long as one of its caches, or a copy of one, is in use.
-    Forwards with other caches or without a cache do not change.
+    other threads from changing the model until it ends. They are on the model's ``base_model`` as
+    long as one of its caches, or a copy of one, is in use. Forwards with other caches or without a
+    cache do not change.
     """
     module = model.base_model
     with _GUARDING:

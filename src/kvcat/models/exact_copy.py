@@ -1,4 +1,4 @@
-"""A small copy of a model, on which a wrong computation can be told from rounding.
+"""A small copy of a model, on which a wrong computation cannot be confused with rounding.
 
 In half precision even transformers' own attention functions differ by some per cent, because large
 activations are rounded in every layer. A check of what a class computes, not of how its weights are
@@ -9,6 +9,7 @@ device.
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -144,37 +145,21 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     """
     modules = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is modules)
-    # by id, the copy of what is not to be copied as it is
+    # by id, what the copy has in place of a part of the model
     memo: dict[int, Any] = {}
     for number, layer in enumerate(modules):
         if number not in numbers:
             memo[id(layer)] = nn.Identity()
-    inner = {id(weight) for weight in modules.parameters()}
-    kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
-    cut = _cut_weights(model)
-    width = _width_per_layer(model.config)
     generator = torch.Generator().manual_seed(0)
-    for weight in model.parameters():
-        if id(weight) in inner - kept:
-            continue
-        data = weight.detach()
-        if id(weight) in cut:
-            data = data[:_VOCABULARY]
-        if width and id(weight) not in inner:
-            data = _of_layers(data, numbers, len(modules), width)
-        if exact:
-            data = _ordinary(data, generator)
-        memo[id(weight)] = nn.Parameter(data, requires_grad=False)
+    for weight, data in _weights_of_copy(model, numbers):
+        values = _ordinary(data, generator) if exact else data
+        memo[id(weight)] = nn.Parameter(values, requires_grad=False)
     shallow = copy.deepcopy(model, memo)
     layers: Any = shallow.get_submodule(path)
     for number in reversed(range(len(layers))):
         if number not in numbers:
             del layers[number]
-    for position, number in enumerate(numbers):
-        for module in layers[position].modules():
-            for name, value in vars(module).items():
-                if _counts_layers(name) and type(value) is int and value == number:
-                    setattr(module, name, position)
+    _renumber(layers, numbers)
     _cut_config(shallow.config.get_text_config(decoder=True), numbers)
     for module in shallow.modules():
         if isinstance(module, nn.Embedding) and module.weight.shape[0] == _VOCABULARY:
@@ -183,6 +168,35 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     if exact:
         shallow.to("cpu", torch.float64)  # type: ignore[arg-type]
     return shallow.eval()
+
+
+def _weights_of_copy(
+    model: PreTrainedModel, numbers: list[int]
+) -> Iterator[tuple[nn.Parameter, Float[Tensor, "..."]]]:
+    """The weights that a copy with these layers needs, each with the part of it that it needs."""
+    modules = decoder_layers(model)
+    in_layers = {id(weight) for weight in modules.parameters()}
+    kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
+    of_tokens = _weights_of_tokens(model)
+    width = _width_per_layer(model.config)
+    for weight in model.parameters():
+        if id(weight) in in_layers - kept:
+            continue
+        data = weight.detach()
+        if id(weight) in of_tokens:
+            data = data[:_VOCABULARY]
+        if width and id(weight) not in in_layers:
+            data = _of_layers(data, numbers, len(modules), width)
+        yield weight, data
+
+
+def _renumber(layers: nn.ModuleList, numbers: list[int]) -> None:
+    """Give the modules of a copy's layers their new numbers; the old ones are ``numbers``."""
+    for position, number in enumerate(numbers):
+        for module in layers[position].modules():
+            for name, value in vars(module).items():
+                if _counts_layers(name) and type(value) is int and value == number:
+                    setattr(module, name, position)
 
 
 def _ordinary(weight: Float[Tensor, "..."], generator: torch.Generator) -> Float[Tensor, "..."]:
@@ -194,15 +208,14 @@ def _ordinary(weight: Float[Tensor, "..."], generator: torch.Generator) -> Float
     return matrix.uniform_(-bound, bound, generator=generator)
 
 
-def _cut_weights(model: PreTrainedModel) -> set[int]:
-    """The ids of the weights of which the copy has only the first rows."""
+def _weights_of_tokens(model: PreTrainedModel) -> set[int]:
+    """The ids of the weights with a row for each token, of embeddings and of the head."""
     head = model.get_output_embeddings()
-    cut = set()
+    weights = set()
     for module in model.modules():
-        is_cut = isinstance(module, nn.Embedding) or (module is head and head is not None)
-        if is_cut:
-            cut |= {id(weight) for weight in module.parameters(recurse=False)}
-    return cut
+        if isinstance(module, nn.Embedding) or module is head:
+            weights |= {id(weight) for weight in module.parameters(recurse=False)}
+    return weights
 
 
 def _cut_config(text: PreTrainedConfig, numbers: list[int]) -> None:

@@ -27,8 +27,8 @@ class KeyRotation:
 
     With R(p) the rotation that the model's rotary embedding applies at position p, keys R(p) k
     become R(p + shift) k. The rotation comes from the model's modules, with their scaling and
-    pairing of channels. The constructor tests it once for every shift on an ``exact_copy``: the keys
-    of a few tokens at one position, after the rotation, must equal those of the same tokens
+    pairing of channels. The constructor tests it once for every shift on an ``exact_copy``: the
+    keys of a few tokens at one position, after the rotation, must equal those of the same tokens
     ``shift`` positions later. In layers without positions the keys must be equal without the
     rotation.
 

@@ -99,10 +99,10 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
             complaint = _split_complaint(exact) if split else _complaint(exact)
         if complaint is None:
             adopt_head(model, exact)
-            few = few_layers(model)
-            adopt_head(few, exact)
-            enable(few)
-            _run(few, split=split)
+            shallow = few_layers(model)
+            adopt_head(shallow, exact)
+            enable(shallow)
+            _run(shallow, split=split)
     except InputError:
         raise
     except (

@@ -265,7 +265,6 @@ class StateLayout:
         other_streams = bytes(4 * (self.num_streams - 1))
         yield other_streams
 
-
     def first_layer(
         self, state: bytes, num_layers: int
     ) -> tuple[Float[Tensor, " channels"], Float[Tensor, " channels"]]:
@@ -280,15 +279,13 @@ class StateLayout:
         return _numbers(keys, self.cache_type), _numbers(values, self.cache_type)
 
 
-def rotated(
-    states: Float[Tensor, "slots channels"], block: int
-) -> Float[Tensor, "slots channels"]:
+def rotated(states: Float[Tensor, "slots channels"], block: int) -> Float[Tensor, "slots channels"]:
     """States as llama.cpp stores them where it rotates every ``block`` neighbouring channels.
 
     Since April 2026 it does so for caches in few bits, which outliers would spoil, if the heads are
-    large enough. The rotation is a Walsh-Hadamard matrix, H_ij = (-1)^popcount(i & j) / sqrt(block),
-    in halves: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and outputs are rotated as well, so
-    that attention does not change.
+    large enough. The rotation is a Walsh-Hadamard matrix of n = block rows and columns, H_ij =
+    (-1)^popcount(i & j) / sqrt(n), in steps: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and
+    outputs are rotated as well, so that attention does not change.
     """
     size = 1
     while size < block:
