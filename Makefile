@@ -114,7 +114,7 @@ pre-commit: setup ## run the fast checks at every commit, the slower ones at eve
 	$(BIN)/pre-commit install --hook-type pre-commit --hook-type pre-push
 
 bench: smollm2 ## benchmarks; ratios measured in one run
-	for name in attention attention_matching checkpoint data decode export gradient growth loss trainer training; do $(BIN)/python benchmarks/$$name.py; done
+	for name in attention attention_matching data export loss training; do $(BIN)/python benchmarks/$$name.py; done
 
 setup: $(VENV)/ready
 

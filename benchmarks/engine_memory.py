@@ -76,7 +76,6 @@ def rows(options: argparse.Namespace) -> list[Row]:
     if options.two_sizes:
         method = f"attention-matching,budgets={options.two_sizes}"
         made.append(Row("vLLM, two kinds of layers", method, cells_by_layer))
-    made.append(Row("layers of any size", "attention-matching,budgets=layers", cells_by_layer))
     made.append(Row("kvcat", "attention-matching", cells_by_head))
     if options.budgets:
         method = f"attention-matching,budgets={options.budgets}"

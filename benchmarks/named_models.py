@@ -42,7 +42,7 @@ class NamedModel:
         """This model's records in a file, which need not exist yet.
 
         Raises:
-            InputError: records that name no model, which an older version wrote.
+            InputError: records that name no model.
         """
         everything = read_jsonl(file) if file.exists() else []
         if any("model" not in record for record in everything):

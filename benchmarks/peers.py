@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer
+from kvcat.cache import CompactCache, CompactLayer, HeadSlots
 from kvcat.compress import (
     AttentionMatching,
     Trace,
@@ -22,6 +22,7 @@ from kvcat.compress import (
     seeded_compressor,
 )
 from kvcat.compress.heads import Heads, query_heads_per_kv_head
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
 from kvcat.errors import InputError
@@ -99,8 +100,8 @@ class Original:
                     )
                     for k, v, q in heads
                 ]
-                keys, bias, fitted = ([[fit[field] for fit in fits]] for field in range(3))
-                layers.append(CompactLayer.ragged(keys, fitted, bias, None))
+                slots = [HeadSlots(keys, fitted, bias) for keys, bias, fitted, *_ in fits]
+                layers.append(CompactLayer.of_heads([slots]))
             yield CompactCache(layers, trace.prefix_len, trace.fingerprint)
 
 
@@ -126,8 +127,9 @@ class KVSculpt:
 
     def each(self, trace: Trace, keep_ratios: Sequence[float]) -> Iterator[CompactCache]:
         """The caches of several keep ratios."""
-        own_weight = 1.0 if trace.supervision == "self" else 0.0
-        heads = Heads(trace, fitted_queries(trace, own_weight, by_share=True))
+        own_weight = 1.0 if trace.text.supervision == "self" else 0.0
+        prefix = Prefix.of(trace)
+        heads = Heads(prefix, fitted_queries(prefix, own_weight, by_share=True))
         selection = AttentionMatching(
             num_iters=0,
             ridge=1e-4,
@@ -178,11 +180,10 @@ class GRKV:
             layers = []
             for index, layer in enumerate(start.layers):
                 updated = [
-                    self._update(trace, queries[index][head], index, head, *layer.head(0, head)[:2])
-                    for head in range(layer.counts.shape[1])
+                    self._update(trace, queries[index][head], index, head, slots.keys, slots.values)
+                    for head, slots in enumerate(layer.heads()[0])
                 ]
-                keys, values = ([list(states)] for states in zip(*updated, strict=True))
-                layers.append(CompactLayer.ragged(keys, values))
+                layers.append(CompactLayer.of_heads([[HeadSlots(*states) for states in updated]]))
             yield compact_cache(trace, layers, "grkv", {})
 
     def _queries(self, trace: Trace) -> list[Float[Tensor, "kv_heads queries head_dim"]]:
@@ -193,8 +194,8 @@ class GRKV:
         rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
         rotation = KeyRotation(trace.model, max(1, length // 2))
         by_layer = []
-        for index, of_layer in enumerate(trace.prefix_queries):
-            moved = rotation(of_layer[:1, :, rows], index, length - 1 - positions)[0]
+        for index, of_layer in enumerate(trace.layers):
+            moved = rotation(of_layer.prefix_queries[:1, :, rows], index, length - 1 - positions)[0]
             group = query_heads_per_kv_head(trace, index)
             by_head = moved.unflatten(0, (-1, group)).flatten(1, 2)
             by_layer.append(by_head * trace.scales[index])
@@ -210,7 +211,8 @@ class GRKV:
         values: Float[Tensor, "slots value_dim"],
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of one head after the regression."""
-        all_keys, all_values, _ = trace.head(layer, 0, head)
+        whole = trace.layers[layer].slots.present_head(0, head)
+        all_keys, all_values = whole.keys, whole.values
         targets = torch.softmax(queries @ all_keys.T, -1) @ all_values
         weight = self.TOTAL_WEIGHT / self.NUM_QUERIES
         is_last_key = (keys.unsqueeze(1) == all_keys[-self.FIXED :]).all(-1)  # (slots, FIXED)

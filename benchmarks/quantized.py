@@ -43,10 +43,10 @@ from kvcat.losses import score_positions
 from kvcat.models import frozen, hidden_states, output_head
 
 METHODS = ("attention-matching", "snapkv")
-BITS = ("16", "8", "8/4", "4")
+BITS = ("16", "8", "4")
 BACKENDS = {"quanto": "optimum.quanto", "hqq": "hqq"}
 LENGTHS = (512, 1024)
-STYLES = {"16": ("o", "-"), "8": ("s", "--"), "8/4": ("D", "-."), "4": ("^", ":")}
+STYLES = {"16": ("o", "-"), "8": ("s", "--"), "4": ("^", ":")}
 TICKS = (1, 2, 5, 10, 20, 50)
 WORDS = {
     "attention-matching": "Attention Matching, the default",

@@ -284,8 +284,7 @@ def show(records: Sequence[dict]) -> None:
 def ask(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet, and print its tables."""
     everything = read_jsonl(options.out) if options.out.exists() else []
-    # records of older versions name no model; they are of this one
-    records = [r for r in everything if r.get("model", "smollm2-135m") == named.label]
+    records = [r for r in everything if r["model"] == named.label]
     known = {(r["document"], r["condition"], r["keep"]) for r in records}
     model = named.load_for(options.out)
     tokenizer = named.tokenizer

@@ -31,9 +31,10 @@ from windows import add_options, encoder, stored
 
 import kvcat
 from kvcat import Session
-from kvcat.cache import CompactCache, CompactLayer
-from kvcat.compress import AttentionMatching, Trace
+from kvcat.cache import CompactLayer, HeadSlots, Layer
+from kvcat.compress import AttentionMatching, Prefix
 from kvcat.compress.kept_queries import no_queries
+from kvcat.compress.trace import Past
 from kvcat.errors import InputError, run_script
 from kvcat.evals.intervals import ClusterBootstrap
 from kvcat.files import append_jsonl, read_jsonl
@@ -46,40 +47,29 @@ ROUNDS = (4, 8, 16, 32)
 class Appending(AttentionMatching):
     """Compresses the tokens after a compact cache by themselves, and keeps its slots."""
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The slots from before, and of the new tokens as many as are missing."""
-        num_new = trace.prefix_len - trace.past_len
-        counts = torch.cat([trace.counts(layer).flatten() for layer in range(len(trace.keys))])
+        num_new = prefix.num_new
+        counts = torch.cat([layer.present_counts().flatten() for layer in prefix.layers])
         num_old = counts.double().mean().item() - num_new
-        new = replace(
-            trace,
-            keys=[keys[:, :, -num_new:] for keys in trace.keys],
-            values=[values[:, :, -num_new:] for values in trace.values],
-            log_bias=None,
-            past_queries=no_queries(trace),
+        trace = replace(
+            prefix.trace, past=Past(prefix.trace.past_len, queries=no_queries(prefix.trace))
         )
+        new_layers = [layer.at(torch.arange(layer.max_slots)[-num_new:]) for layer in prefix.layers]
+        new = Prefix(trace, [replace(layer, log_bias=None) for layer in new_layers])
         for size in sizes:
-            (made,) = super().compress(new, [max(1, round(size - num_old))])
-            layers = [joined(trace, index, num_new, made) for index in range(len(trace.keys))]
-            yield replace(made, layers=layers)
+            made = next(super().fit(new, [max(1, round(size - num_old))]))
+            pairs = zip(prefix.layers, made, strict=True)
+            yield [joined(before, num_new, layer.padded()) for before, layer in pairs]
 
 
-def joined(trace: Trace, index: int, num_new: int, made: CompactCache) -> Any:
+def joined(before: CompactLayer, num_new: int, made: CompactLayer) -> Layer:
     """A layer of the slots before the new tokens, and of those made from the new tokens."""
-    layer = made.layers[index].padded()
-    new_bias = layer.log_bias
-    if new_bias is None:
-        new_bias = torch.zeros_like(layer.keys[..., 0])
-    keys = trace.keys[index][:, :, :-num_new]
-    values = trace.values[index][:, :, :-num_new]
-    bias = torch.zeros_like(keys[..., 0])
-    if trace.log_bias is not None:
-        bias = trace.log_bias[index][:, :, :-num_new]
-    return CompactLayer(
-        torch.cat([keys, layer.keys], dim=2),
-        torch.cat([values, layer.values], dim=2),
-        torch.cat([bias, new_bias], dim=2),
-    ).without_absent()
+    old = before.at(torch.arange(before.max_slots)[:-num_new]).without_absent()
+    pairs = zip(old.heads(), made.without_absent().heads(), strict=True)
+    return CompactLayer.of_heads(
+        [[HeadSlots.joined(both) for both in zip(*rows, strict=True)] for rows in pairs]
+    )
 
 
 def in_rounds(

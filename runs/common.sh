@@ -30,7 +30,7 @@ else
   COMPUTE="--device cpu --dtype float32"
   PREPARE=""
   TRAIN_OPTIONS="--model kvcat-base --seq-len 512 --batch-size 4 --max-steps 30 --warmup-steps 3 --peak-lr 3e-4 --min-lr 3e-5 --mask-weight 0.2 --target-warmup-steps 10"
-  EVAL_DATA="--data installed --split test" CROSS_DATA="--data docs/log --data benchmarks --split all"
+  EVAL_DATA="--data installed --split test" CROSS_DATA="--data docs --data benchmarks --split all"
   WINDOWS="--windows 6 --per-document 2 --prefix 384 --suffix 128 --batch-size 6" KEEPS="0.05 0.1 0.2 0.4"
   CURVE_KEEPS="0.05 0.2" STEPS=5
   NEEDLE="--length 300 --per-depth 2 --batch-size 10"

@@ -41,7 +41,7 @@ def pages() -> list[str]:
     for folder in ("benchmarks", "examples", "runs"):
         paths += ROOT.glob(f"{folder}/**/*.md")
     names = sorted(str(path.relative_to(ROOT)) for path in paths)
-    return [name for name in names if not name.startswith("docs/log")]
+    return [name for name in names if name != "docs/log.md"]
 
 
 def _blocks_and_prose(page: str) -> tuple[list[tuple[str, str]], str]:

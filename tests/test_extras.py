@@ -43,7 +43,7 @@ def test_a_name_whose_package_is_missing_says_so_too(without_matplotlib, monkeyp
 
 def test_the_extra_of_a_package_is_that_of_the_command_or_the_smallest():
     error = ModuleNotFoundError("No module named 'pandas.core'", name="pandas.core")
-    assert "kvcat[report]" in missing_package(error, "kvcat theory errata")
+    assert "kvcat[report]" in missing_package(error, "kvcat theory theorem")
     assert "kvcat[eval]" in missing_package(error, "kvcat.evals")
     assert missing_package(ModuleNotFoundError("no", name="torch"), "kvcat train") == ""
 

@@ -138,18 +138,10 @@ def test_a_p_value_on_the_page_is_the_share_of_exchanges_with_as_large_a_differe
     assert line.split("|")[3].split(" p ")[1].strip() == f"{p_value:.3f}".lstrip("0")
 
 
-def test_every_entry_of_the_log_has_a_verdict_and_a_row_in_the_index_newest_first():
-    index = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| (\d{4}-\d\d-\d\d) \| \[(.+?)\]\(log/(.+?\.md)#", index, re.MULTILINE)
-    days = [day for day, _, _ in rows]
-    assert days == sorted(days, reverse=True)
-    entries = set()
-    for page in (ROOT / "docs" / "log").glob("*.md"):
-        for entry in page.read_text(encoding="utf-8").split("\n## ")[1:]:
-            title, _, body = entry.partition("\n")
-            assert body.strip().startswith("*Verdict*: "), title
-            entries.add((page.name[:10], title, page.name))
-    assert set(rows) == entries
+def test_the_log_is_newest_first():
+    log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
+    days = re.findall(r"^## (\d{4}-\d\d-\d\d)$", log, re.MULTILINE)
+    assert days == sorted(set(days), reverse=True)
 
 
 def made_up_rows():

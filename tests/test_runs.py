@@ -3,6 +3,7 @@
 import argparse
 import importlib.util
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -10,12 +11,14 @@ import numpy as np
 import pytest
 import scipy.stats
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Qwen2Config, Qwen2ForCausalLM
 
 import kvcat
+from kvcat import recipes
 from kvcat.cache import cache_argument
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
+from kvcat.training.plan import flops_per_token
 from tiny import loud_model, refusal
 
 FOLDER = Path(__file__).parents[1] / "runs" / "smollm2"
@@ -158,3 +161,39 @@ def test_a_collection_is_cut_where_its_documents_begin(title, headers):
     texts = [headers[0] + bodies[0], headers[1] + bodies[1]]
     assert [document["text"] for document in cut] == texts
     assert [document["id"] for document in cut] == [f"{title}/0000", f"{title}/0002"]
+
+
+SHAPE_OF_SIZE = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24},
+    "1.5B": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28},
+}
+HEADS_OF_SIZE = {"0.5B": 14, "1.5B": 12}
+ROOFLINE = {"control": 73_600, "KV-CAT": 31_000}  # tokens a second of the 0.5B model
+
+
+def test_the_hours_of_training_are_tokens_times_operations_over_the_rooflines_share():
+    page = (FOLDER.parent / "README.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^\| (.*B), (control|KV-CAT) \| (.*) \|$", page, re.MULTILINE)
+    assert len(shown) == 4
+    operations = {}
+    for size, shape in SHAPE_OF_SIZE.items():
+        shape = Qwen2Config(
+            **shape,
+            num_attention_heads=HEADS_OF_SIZE[size],
+            num_key_value_heads=2,
+            vocab_size=151936,
+            tie_word_embeddings=True,
+        )
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(shape)
+        for name, policy in (("control", "control"), ("KV-CAT", "router")):
+            run = recipes.qwen2_5_0_5b(policy=policy)
+            operations[size, name] = flops_per_token(model, run)
+    tokens = run.max_steps * run.tokens_per_step
+    for size, name, cells in shown:
+        share = ROOFLINE[name] * operations["0.5B", name] / 989e12
+        rate = share * 989e12 / operations[size, name]
+        assert cells == (
+            f"{operations[size, name]:.2e} | {100 * share:.0f} % | "
+            f"{round(rate, -2):,.0f} | {tokens / rate / 3600:.0f}"
+        )

@@ -11,6 +11,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 from transformers.utils.logging import disable_progress_bar
 
+from kvcat.cache import CompactLayer, HeadSlots
 from kvcat.errors import InputError
 
 # of the installed transformers, major and minor
@@ -114,3 +115,13 @@ def write_texts(folder, *, documents=40, length=12):
     for number in range(documents):
         (folder / f"{number:02d}.txt").write_text("".join(sentences(length, seed=number)))
     return folder
+
+
+def layer_of(keys, values, log_bias=None, positions=None):
+    """A layer from nested lists of tensors, per example and KV head."""
+    states = [keys, values, log_bias, positions]
+    heads = []
+    for example, row in enumerate(keys):
+        pick = [[None] * len(row) if each is None else each[example] for each in states]
+        heads.append([HeadSlots(*of_head) for of_head in zip(*pick, strict=True)])
+    return CompactLayer.of_heads(heads)

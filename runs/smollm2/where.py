@@ -71,12 +71,7 @@ def head_losses(seen: Trace, cache: CompactCache) -> Iterator[float]:
         heads = range(whole.counts.shape[1])
         for chosen in heads:
             mixed = [(compact if h == chosen else whole).head(0, h) for h in heads]
-            keys, values, biases = zip(*mixed, strict=True)
-            biases = [
-                keys[h].new_zeros(len(keys[h])) if bias is None else bias
-                for h, bias in enumerate(biases)
-            ]
-            layer = CompactLayer.ragged([[*keys]], [[*values]], [biases])
+            layer = CompactLayer.of_heads([mixed])
             layers = [*dense[:index], layer, *dense[index + 1 :]]
             yield float(kvcat.compare(seen, replace(cache, layers=layers)).kl)
 

@@ -70,7 +70,7 @@ Fraction = Annotated[float, _number(float, "0<FRACTION<=1", lambda value: 0 < va
 Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
 Megabytes = Annotated[float, _number(float, "MB>0", lambda value: 0 < value < 1e12)]
 Protect = Literal["system"]
-CacheBits = Literal["auto", "16", "8", "8/4", "4"]
+CacheBits = Literal["auto", "16", "8", "4"]
 Seed = Annotated[
     int,
     _number(int, "INT>=0", lambda value: 0 <= value < 2**63),
@@ -122,12 +122,6 @@ Bos = Annotated[
     tyro.conf.arg(
         help="Tokens at the start of a text: those that the tokenizer adds (auto), at least BOS "
         "(always), or none (never)."
-    ),
-]
-AllowSpecial = Annotated[
-    bool,
-    tyro.conf.arg(
-        help="Encode text that spells a control token, such as <|im_end|>, as that control token."
     ),
 ]
 Split = Annotated[

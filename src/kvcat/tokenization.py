@@ -37,12 +37,10 @@ class TextEncoder:
 
     Args:
         tokenizer: a tokenizer of transformers, fast or slow.
-        allow_special: whether text that spells a control token is encoded as that token.
     """
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", *, allow_special: bool = False):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
-        self.allow_special = allow_special
 
     def __call__(self, text: str) -> list[int]:
         """Token ids of a whole text."""
@@ -61,13 +59,11 @@ class TextEncoder:
         With ``behind``, the text follows another text, as in the method of that name.
         """
         text = "".join(piece.text for piece in pieces)
-        encode = self._whole
+        encode = self._as_text
         fragments = [text]
-        if not self.allow_special:
-            if any(piece.is_markup for piece in pieces):
-                fragments = self._fragments(pieces)
-            else:
-                encode = self._as_text
+        if any(piece.is_markup for piece in pieces):
+            encode = self._whole
+            fragments = self._fragments(pieces)
         first, *others = fragments
         ids = encode_behind(encode, first, self._unknown) if behind else encode(first)
         for fragment in others:

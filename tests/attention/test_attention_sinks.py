@@ -6,6 +6,7 @@ from torch.nn.functional import pad
 
 from kvcat.attention import attend, attend_biased, attend_ragged, attend_reference, attention_mass
 from kvcat.attention.kernels import with_sinks
+from kvcat.cache import HeadSlots
 from naive import allowed, masked_attention, normal, with_gradients
 from naive import attention_mass as naive_mass
 
@@ -104,7 +105,7 @@ def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_hea
     def slots(example, head):
         first = slice(0, counts[example][head])
         of_head = (example, head, first)
-        return k[of_head], v[of_head], bias[of_head]
+        return HeadSlots(k[of_head], v[of_head], bias[of_head])
 
     new = slice(TOKENS, None)
     out = attend_ragged(
@@ -112,12 +113,12 @@ def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_hea
     )
     for row in range(2):
         for head in range(HEADS):
-            keys, values, slot_bias = slots(row, head // 2)
+            before = slots(row, head // 2)
             expected = attend_reference(
                 q[row, head][None, None],
-                torch.cat([keys, k[row, head // 2, new]])[None, None],
-                torch.cat([values, v[row, head // 2, new]])[None, None],
-                log_bias=pad(slot_bias, (0, 3))[None, None],
+                torch.cat([before.keys, k[row, head // 2, new]])[None, None],
+                torch.cat([before.values, v[row, head // 2, new]])[None, None],
+                log_bias=pad(before.log_bias, (0, 3))[None, None],
                 scale=0.3,
                 sinks=SINKS[head : head + 1],
             )

@@ -10,9 +10,9 @@ import torch
 from kvcat.cache import CompactCache, CompactLayer, LayerState, fingerprint
 from kvcat.cache.files import CACHE, read_tensors
 from kvcat.errors import InputError
-from tiny import loud_model, refusal
+from tiny import layer_of, loud_model, refusal
 
-OWNER = "ab" * 32
+OWNER = "2:" + "ab" * 32
 ZEROS = "0" * 64
 
 
@@ -26,7 +26,7 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
                 [[torch.randn(n, *s, generator=draw) for n in row] for row in rows]
                 for s in ((4,), (4,), ())
             ]
-            layers.append(CompactLayer.ragged(*states))
+            layers.append(layer_of(*states))
         else:
             draws = [torch.randn(2, 2, 3, *dims, generator=draw) for dims in ((4,), (6,), ())]
             if form == "without log-bias":
@@ -176,8 +176,8 @@ DAMAGED_TENSORS = [
 DEEP = "[" * 100_000
 DAMAGED_ENTRIES = [
     (
-        {"format": "kvcat-compact-cache-3"},
-        "has format 3; this version of kvcat reads 2, 3 and 4$",
+        {"format": "kvcat-compact-cache-2"},
+        "has format 2, and .* reads 5: make the cache again with `kvcat compress`$",
     ),
     ({"format": "pt"}, "is not a compact cache of kvcat"),
     ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),
@@ -301,9 +301,9 @@ def test_slots_are_counted_on_average_and_in_the_fullest_head_of_caches_and_laye
         return [[torch.zeros(count, 4) for count in counts]]
 
     layers = [
-        CompactLayer.ragged(heads(1, 4), heads(1, 4)),
-        CompactLayer.ragged(heads(2, 3), heads(2, 3)),
-        CompactLayer.ragged(heads(3), heads(3)),  # another number of heads
+        layer_of(heads(1, 4), heads(1, 4)),
+        layer_of(heads(2, 3), heads(2, 3)),
+        layer_of(heads(3), heads(3)),  # another number of heads
     ]
     cache = CompactCache(layers, 9, "x")
     assert (cache.num_slots, cache.mean_slots, cache.max_slots) == (3, 13 / 5, 4)

@@ -15,7 +15,7 @@ from kvcat.cache import (
     fingerprint,
 )
 from kvcat.errors import InputError
-from tiny import loud_model, refusal
+from tiny import layer_of, loud_model, refusal
 
 MODELS = {"granite": {"attention_multiplier": 0.6}, "mistral": {"sliding_window": 24}}
 PREFIX = 20
@@ -46,7 +46,7 @@ def made(model, form="ragged", batch=2):
                 ]
                 for s in ((8,), (8,), ())
             ]
-            layers.append(CompactLayer.ragged(*states[: 2 if form == "ragged, no bias" else 3]))
+            layers.append(layer_of(*states[: 2 if form == "ragged, no bias" else 3]))
         else:
             slots = 5 + index * (form == "layers")
             shapes = [(batch, 2, slots, 8)] * 2 + [(batch, 2, slots)] * (form == "biased")
@@ -69,7 +69,8 @@ def naive_logits(cache, ids, name="llama", padding=None):
         bias = torch.full((batch, 2, wide), -1e30).double()
         for row in range(batch):
             for head in range(2):
-                k, v, b = layer.head(min(row, cache.batch_size - 1), head)
+                slots = layer.head(min(row, cache.batch_size - 1), head)
+                k, v, b = slots.keys, slots.values, slots.log_bias
                 keys[row, head, : len(k)] = k
                 values[row, head, : len(k)] = v
                 bias[row, head, : len(k)] = 0 if b is None else b
@@ -238,7 +239,7 @@ def test_a_ragged_cache_holds_only_its_slots_and_select_and_pad_keep_them():
         for row, source in enumerate([1, 0, 1]):
             for head in range(2):
                 torch.testing.assert_close(
-                    chosen.head(row, head), layer.head(source, head), **exact
+                    vars(chosen.head(row, head)), vars(layer.head(source, head)), **exact
                 )
     equal = cache.select([0]).layers[1]  # heads of three slots each
     assert isinstance(equal, CompactLayer)

@@ -4,7 +4,6 @@ import copy
 import gc
 import pickle
 import threading
-from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import pytest
@@ -221,14 +220,6 @@ def test_one_row_of_a_batch_that_begins_with_its_document_is_rejected(model, num
         assert "begin with the document" in refusal(cache.inputs, model, question)
     assert "begin with the document" in refusal(both.inputs, model, documents)
     both.inputs(model, documents.flip(0))
-
-
-def test_a_batch_whose_file_holds_one_hash_of_all_documents_is_selected_without_it(model):
-    documents = torch.cat([DOCUMENT, DOCUMENT.flip(1)])
-    both = kvcat.trace(model, documents, supervision="self").dense_cache()
-    older = replace(both, metadata={**both.metadata, "document": "0123456789abcdef"})
-    older.inputs(model, documents)
-    assert "document" not in older.select([1]).metadata
 
 
 @pytest.mark.parametrize("budgets", ["equal", "adaptive"])

@@ -1,4 +1,4 @@
-"""The commands theory histogram, theorem and errata."""
+"""The commands theory histogram and theorem."""
 
 import csv
 import json
@@ -57,10 +57,3 @@ def test_functions_and_lengths_may_be_named_one_by_one(tmp_path):
 def test_budgets_are_functions_of_the_prefix_length():
     budgets = {"2": [1, 2, 2, 2, 2], "n-1": [0, 1, 2, 3, 4], "n/2": [0, 1, 1, 2, 2], "0": [0] * 5}
     assert {text: [parse_budget(text)(n) for n in range(1, 6)] for text in budgets} == budgets
-
-
-def test_the_errata_are_shown_with_their_corrections(capsys):
-    assert run(["theory", "errata"]) == 0
-    said = capsys.readouterr().out
-    assert "26 of 30 sequences are sent to u_0" in " ".join(said.split())
-    assert said.count("  printed ") == said.count("  shown ") == said.count("  instead ") == 8

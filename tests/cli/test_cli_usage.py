@@ -47,7 +47,7 @@ def test_the_overview_names_every_command_and_help_version_and_completion_are_pr
     assert capsys.readouterr().out.startswith("kvcat 0.")
     assert run(["--tyro-print-completion", "bash"]) == 0
     shown = capsys.readouterr().out
-    for word in ("needle", "--supervision", "errata", "--mask-weight"):
+    for word in ("needle", "--supervision", "theorem", "--mask-weight"):
         assert word in shown
 
 
@@ -74,7 +74,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress m --text gone.txt -o c", "cannot use gone.txt: No such file or directory"),
         (
             "compress m --text t.txt -o c --keep 0.1 --slots 3",
-            "give one of --keep, --slots, --max-kl, --bytes and --mb",
+            "give one of --keep, --slots, --max-kl and --mb",
         ),
         ("compress m --text t.txt -o c --max-kl -1", "--max-kl takes NATS>=0, not -1"),
         ("widen m -o .", "output folder . is not empty"),

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from kvcat.cache import CompactLayer
 from kvcat.compress.heads import HeadBatch
+from tiny import layer_of
 
 
 def structured_head(prefix=192, queries=160, dim=16, seed=0):
@@ -44,7 +44,7 @@ def first_slots(cache, counts):
             [[states_of_kind[b, h, :n] for h, n in enumerate(row)] for b, row in enumerate(rows)]
             for states_of_kind in states
         ]
-        layers.append(CompactLayer.ragged(*chosen))
+        layers.append(layer_of(*chosen))
     return replace(cache, layers=layers)
 
 

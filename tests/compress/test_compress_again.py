@@ -34,7 +34,8 @@ def test_behind_a_cache_of_all_slots_trace_and_fit_are_those_of_the_dense_forwar
     again = trace(double, windows, 48, past=trace(double, windows, 32).dense_cache())
     assert (again.past_len, again.max_slots) == (32, 48)
     again_tensors, dense_tensors = (
-        [x.keys, x.values, x.queries, x.suffix_keys, x.logits] for x in (again, dense)
+        [x.keys, x.values, x.queries, [each.suffix_keys for each in x.layers], x.logits]
+        for x in (again, dense)
     )
     torch.testing.assert_close(again_tensors, dense_tensors, rtol=0, atol=1e-12)
     # behind a past the prefix has no queries of its own
@@ -53,7 +54,8 @@ def test_all_slots_of_a_grown_cache_replay_what_follows_it(double, windows, past
         (x.counts + NEW).tolist() for x in past.layers
     ]
     assert all(
-        torch.equal(grown.ranks(i).amax(-1) + 1, x.counts) for i, x in enumerate(cache.layers)
+        torch.equal(grown.layers[i].slots.ranks().amax(-1) + 1, x.counts)
+        for i, x in enumerate(cache.layers)
     )
     followed = replay(double, past, windows[:, 32:])[:, NEW:]
     assert torch.allclose(grown.logits, followed, atol=1e-12)
@@ -95,7 +97,7 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     cache = AttentionMatching(log_bias=False, budgets="equal")(grown, num_slots=12)
     for index, layer in enumerate(cache.layers):
         at = positions_of(layer.keys, grown.keys[index])
-        assert torch.equal(layer.log_bias, grown.log_bias[index].gather(2, at))
+        assert torch.equal(layer.log_bias, grown.layers[index].slots.log_bias.gather(2, at))
     assert any((layer.log_bias != 0).any() for layer in cache.layers)
     plain = Eviction("streaming")(trace(double, windows, 24), num_slots=9)
     cache = AttentionMatching(log_bias=False)(trace(double, windows, 48, past=plain), num_slots=12)

@@ -21,6 +21,7 @@ from kvcat.compress import (
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads, draw_rows
 from kvcat.compress.methods.attention_matching import match_attention
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import load
 from tiny import loud_model, refusal
@@ -28,19 +29,19 @@ from tiny import loud_model, refusal
 
 def loaded(traced, own_weight=0.0):
     """All heads of a trace whose heads are of one shape."""
-    fitted = fitted_queries(traced, own_weight, by_share=True)
-    heads = Heads(traced, fitted)
+    fitted = fitted_queries(Prefix.of(traced), own_weight, by_share=True)
+    heads = Heads(Prefix.of(traced), fitted)
     (group,) = heads.groups_for_scores()
     return heads.load(group)
 
 
-def output_error(batch, slots, values, log_bias):
+def output_error(batch, fit):
     """Weighted squared error of the attention outputs, computed from the formula."""
     scores = (batch.queries @ batch.keys.mT).double()
     kept = scores.gather(
-        2, slots.unsqueeze(1).expand(-1, scores.shape[1], -1)
-    ) + log_bias.unsqueeze(1)
-    error = kept.softmax(-1) @ values.double() - scores.softmax(-1) @ batch.values.double()
+        2, fit.positions.unsqueeze(1).expand(-1, scores.shape[1], -1)
+    ) + fit.log_bias.unsqueeze(1)
+    error = kept.softmax(-1) @ fit.values.double() - scores.softmax(-1) @ batch.values.double()
     return (error * dense_attention(batch).weights.unsqueeze(-1)).square().sum((1, 2))
 
 
@@ -81,7 +82,8 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
     batch = loaded(traced)
     dense = dense_attention(batch)
     for num_iters, ridge in ((2, 1e-4), (None, 1e-2)):
-        slots, values, log_bias = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
+        fit = match_attention(batch, dense, 9, num_iters=num_iters, ridge=ridge)
+        slots, values, log_bias = fit.positions, fit.values, fit.log_bias
         for head in range(len(slots)):
             queries = batch.queries[head]
             keys = batch.keys[head, slots[head]]
@@ -125,7 +127,7 @@ def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():
     batch = head_batch(torch.randn(1, 50, 8, generator=draw), keys, values)
     # without a pull in the way the five copies' mass is exact
     fit = match_attention(batch, dense_attention(batch), 26, num_iters=2, ridge=1e-6)
-    assert output_error(batch, *fit).item() < 1e-3
+    assert output_error(batch, fit).item() < 1e-3
 
 
 def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the_same_keys():
@@ -134,8 +136,8 @@ def test_the_stable_fit_improves_with_every_slot_count_and_beats_eviction_of_the
     errors = []
     for num_slots in (8, 16, 32, 64, 128):
         fit = match_attention(batch, dense, num_slots)
-        errors.append(output_error(batch, *fit).item())
-        assert errors[-1] <= 1.0001 * plain_error(batch, dense, fit[0]).item()
+        errors.append(output_error(batch, fit).item())
+        assert errors[-1] <= 1.0001 * plain_error(batch, dense, fit.positions).item()
     assert errors == sorted(errors, reverse=True)
 
 
@@ -149,7 +151,7 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     fits = [
         match_attention(b, dense_attention(b), 12, log_bias=log_bias) for b in (weighted, twice)
     ]
-    torch.testing.assert_close(*fits, rtol=0, atol=1e-4)
+    torch.testing.assert_close(*map(vars, fits), rtol=0, atol=1e-4)
 
 
 class SmallGroups(AttentionMatching):
@@ -186,12 +188,13 @@ def test_slots_of_unequal_heads_record_the_positions_of_their_tokens(traced):
         positions = layer.positions.split(layer.counts.flatten().tolist())
         for head, at in enumerate(positions):
             assert torch.equal(
-                layer.head(head // 2, head % 2)[0], traced.keys[index].flatten(0, 1)[head][at]
+                layer.head(head // 2, head % 2).keys, traced.keys[index].flatten(0, 1)[head][at]
             )
 
 
 def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
-    louder = replace(traced, stream=[traced.stream[0] * 100, *traced.stream[1:]])
+    first = replace(traced.layers[0], stream=traced.layers[0].stream * 100)
+    louder = replace(traced, layers=[first, *traced.layers[1:]])
     before, after = (
         AttentionMatching()(one_trace, num_slots=6).layers[0].counts.sum()
         for one_trace in (traced, louder)
@@ -200,7 +203,7 @@ def test_a_layer_whose_stream_is_larger_gets_fewer_slots(traced):
 
 
 def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(traced):
-    fitted = fitted_queries(traced, 0.0, by_share=False)
+    fitted = fitted_queries(Prefix.of(traced), 0.0, by_share=False)
     drawn, other = (draw_rows(traced, fitted, 20, seed=seed) for seed in (0, 1))
     assert {len(set(rows.tolist())) for rows in drawn.values()} == {20}
     assert {len(rows) for rows in draw_rows(traced, fitted, 999, seed=0).values()} == {32}
@@ -211,8 +214,8 @@ def test_queries_are_drawn_without_replacement_and_at_most_as_many_as_there_are(
 
 def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windows):
     traced = trace(model, windows[:1, :20], supervision="self")
-    fitted = fitted_queries(traced, 0.0, by_share=True)
-    heads = Heads(traced, fitted)
+    fitted = fitted_queries(Prefix.of(traced), 0.0, by_share=True)
+    heads = Heads(Prefix.of(traced), fitted)
     batch = heads.load(heads.groups_for_scores()[0])
     scores = batch.scores()
     assert torch.equal(

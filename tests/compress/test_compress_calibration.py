@@ -10,6 +10,7 @@ from kvcat.cache import fingerprint
 from kvcat.compress import (
     AttentionMatching,
     CalibratedBudgets,
+    Prefix,
     calibrate,
     make_compressor,
     trace,
@@ -49,7 +50,7 @@ def calibrated(model):
 def test_sizes_are_fractions_of_the_text_and_what_is_left_goes_to_the_largest_error(
     document, calibrated
 ):
-    slots = calibrated.allocate(document, 16)
+    slots = calibrated.allocate(Prefix.of(document), 16)
     for example in range(3):
         counts = [slots[layer, example, head] for layer in range(2) for head in range(2)]
         assert counts == [8, 16, 8, 32]
@@ -60,7 +61,7 @@ def test_two_sizes_are_the_pair_with_the_smallest_total_error(document, calibrat
     # 24 on average: 32 leave the first layer no error, 16 the second as little as can be
     assert two.two_sizes(24, 64)[1:] == (32, 16)
     assert two.two_sizes(24, 64).error == pytest.approx(1.0, abs=1e-6)
-    slots = two.allocate(document, 12)
+    slots = two.allocate(Prefix.of(document), 12)
     assert [slots[layer, 2, head] for layer in range(2) for head in range(2)] == [16, 16, 8, 8]
 
 
@@ -160,13 +161,13 @@ def test_what_does_not_fit_is_rejected_by_name(model, windows, calibrated, tmp_p
     content = file.read_text()
     for damaged, message in {
         content.replace("1.0", "2.0", 1): "is damaged",
-        content.replace("budgets-1", "budgets-9"): "another version",
+        content.replace("budgets-1", "budgets-9"): "kvcat-budgets-1: make the budgets again",
         content[:-20]: "not readable",
         json.dumps({"a": 1}): "no file of `kvcat budgets`",
     }.items():
         file.write_text(damaged)
         with pytest.raises(InputError, match=message):
             AttentionMatching(budgets=str(file))
-    for wrong in ("gone.json", "layer"):
-        with pytest.raises(InputError, match="equal, adaptive, layers, or a file"):
+    for wrong in ("gone.json", "layers"):
+        with pytest.raises(InputError, match="equal, adaptive, or a file"):
             AttentionMatching(budgets=wrong)

@@ -7,7 +7,7 @@ import torch
 from transformers import DynamicCache
 
 import kvcat
-from kvcat.cache import CompactCache, cache_argument, count_before, first_slots
+from kvcat.cache import CompactCache, HeadSlots, cache_argument, count_before, first_slots
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
 from kvcat.models.exact_copy import StaysDouble
 from tiny import byte_tokenizer, loud_model, refusal
@@ -249,19 +249,13 @@ def test_a_composed_whole_document_with_a_protected_passage_composes_again_as_on
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
 
 
-def test_a_whole_document_whose_slots_are_in_an_unknown_order_gets_no_seam(double):
-    composed = whole(double, A[:1])
-    earlier = {**composed.metadata, "documents": "4 16", "protected_later": "10:12"}
-    caches = [composed, replace(composed, metadata=earlier)]
-    assert "does not record which tokens" in refusal(kvcat.compose, double, caches)
-
-
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
-    ascending = [[torch.tensor([0, 1, 5])]]
-    protected_first = [[torch.tensor([5, 0, 1])]]
+    slots = torch.zeros(3, 4)
+    ascending = [[HeadSlots(slots, slots, positions=torch.tensor([0, 1, 5]))]]
+    protected_first = [[HeadSlots(slots, slots, positions=torch.tensor([5, 0, 1]))]]
     assert count_before(first_slots([ascending])["first_slots"], 2, [ONE_HEAD])[0].item() == 2
     assert first_slots([ascending, protected_first]) == {}
-    assert first_slots([ascending, None]) == {}
+    assert first_slots([ascending, [[HeadSlots(slots, slots)]]]) == {}
 
 
 def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_tokens(double, pair):

@@ -230,16 +230,15 @@ def test_a_message_of_text_parts_is_their_text():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("text", ["say <|im_end|> and </s>", "<s> the cat", "<|im_end|></s></s>!"])
-def test_control_tokens_that_a_text_spells_are_text_unless_they_are_allowed(kind, text):
+def test_control_tokens_that_a_text_spells_are_text(kind, text):
     tokenizer = KINDS[kind]()
     control = {"<|im_end|>", "</s>", "<s>"}
     encoder = TextEncoder(tokenizer)
-    allowed = TextEncoder(tokenizer, allow_special=True)
     for ids in (encoder(text), encoder.behind(text)):
         assert not control & set(tokenizer.convert_ids_to_tokens(ids))
         assert tokenizer.decode(ids).strip() == text
-    assert control & set(tokenizer.convert_ids_to_tokens(allowed(text)))
-    assert allowed(text) == tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.encode(text, add_special_tokens=False)
+    assert control & set(tokenizer.convert_ids_to_tokens(whole))
     if (
         kind != "unigram"
     ):  # whose vocabulary holds control tokens, which transformers' option leaves
@@ -268,8 +267,6 @@ def test_added_tokens_that_the_template_writes_are_text_in_documents_questions_a
     turns = [{"role": "user", "content": text}, {"role": "assistant", "content": text}]
     ids = chat_ids(tokenizer, turns, chat=True)
     assert ids.count(turn) == 2  # the second turn's, and what the assistant wrote itself
-    assert document_ids(tokenizer, text, chat=True, allow_special=True).count(turn) == 2
-    assert question_ids(tokenizer, text, chat=True, allow_special=True)[0].tolist().count(turn) == 1
 
 
 @pytest.mark.parametrize("chat", [False, True])
@@ -320,7 +317,7 @@ def test_every_source_of_queries_is_recorded_by_its_name():
     }
     for name, trace in traces.items():
         cache = kvcat.Eviction("first")(trace, num_slots=4)
-        assert (trace.supervision, cache.metadata["supervision"]) == (name, name)
+        assert (trace.text.supervision, cache.metadata["supervision"]) == (name, name)
     assert "chat" not in kvcat.Eviction("first")(traces["suffix"], num_slots=4).metadata
 
 

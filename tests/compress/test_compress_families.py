@@ -5,7 +5,6 @@ import pytest
 import torch
 
 import kvcat
-from kvcat.cache import Bits
 from kvcat.compress import make_compressor, slots_and_bits
 from kvcat.models import self_test
 from kvcat.models.rotation import KeyRotation
@@ -76,7 +75,7 @@ def test_compressing_and_answering_equal_the_stock_model(name):
 
 
 @pytest.mark.parametrize("method", ["attention-matching", "attention-matching,budgets=equal"])
-@pytest.mark.parametrize("bits", [None, Bits(8, 8), Bits(4, 4)])
+@pytest.mark.parametrize("bits", [None, 8, 4])
 def test_slots_for_a_number_of_bytes_count_the_channels_of_every_layer(method, bits):
     """In Gemma 4 layers of full attention have larger heads than those with windows."""
     model = loud_model("gemma4_text", std=0.2, **GEMMA4)

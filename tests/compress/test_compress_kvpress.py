@@ -187,7 +187,8 @@ def test_a_press_makes_a_cache_of_really_fewer_slots_and_leaves_everything_as_it
     assert compare(traced, cache).nll.isfinite().all()
     for layer, keys, values in zip(cache.layers, traced.keys, traced.values, strict=True):
         for row, head in ((0, 0), (1, 1)):
-            kept_keys, kept_values, _ = layer.head(row, head)
+            kept = layer.head(row, head)
+            kept_keys, kept_values = kept.keys, kept.values
             assert "Rerotation" in name or off_prefix(kept_keys, keys[row, head]) < 1e-3
             assert "Merging" in name or off_prefix(kept_values, values[row, head]) < 1e-3
     alone = press(name)(trace(qwen, texts[1:], PREFIX), num_slots=SLOTS)
@@ -240,7 +241,7 @@ def test_the_opening_of_the_chat_template_counts_only_in_a_prefix_that_begins_wi
     # what kvpress drops of its own template: all tokens of the opening after the four sinks
     num_kept = [
         sum(
-            (torch.cdist(prefix_keys[0, head, 4 : opening_ids.shape[1]], layer.head(0, head)[0]))
+            (torch.cdist(prefix_keys[0, head, 4 : opening_ids.shape[1]], layer.head(0, head).keys))
             .amin(-1)
             .lt(1e-4)
             .sum()

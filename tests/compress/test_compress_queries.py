@@ -10,8 +10,8 @@ from kvcat.compress import AttentionMatching, split_supervision, trace
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
-from kvcat.compress.protection import protecting
-from kvcat.compress.queries import fitted_queries
+from kvcat.compress.prefix import Prefix, protecting
+from kvcat.compress.queries import fitted_queries, past_queries
 from kvcat.compress.rows import Rows
 from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
@@ -25,7 +25,12 @@ def double_trace(double, windows):
 
 def prefix_queries(double_trace, **limit):
     """The prefix's own queries alone, weighted by share."""
-    return fitted_queries(replace(double_trace, supervision="self"), 1.0, by_share=True, **limit)
+    return fitted_queries(
+        Prefix.of(replace(double_trace, text=replace(double_trace.text, supervision="self"))),
+        1.0,
+        by_share=True,
+        **limit,
+    )
 
 
 def queries_of(fitted, layer):
@@ -45,7 +50,7 @@ def weights_of(double_trace, fitted, layer):
     for head in range(2):
         for example in range(len(result)):
             weights = dense_attention(
-                Heads(double_trace, fitted).load([(layer, example, head)])
+                Heads(Prefix.of(double_trace), fitted).load([(layer, example, head)])
             ).weights
             result[example, 2 * head : 2 * head + 2] = weights.view(-1, 2).T
     return result
@@ -53,7 +58,8 @@ def weights_of(double_trace, fitted, layer):
 
 def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, windows, double_trace):
     fitted, plain = (
-        fitted_queries(double_trace, 0.0, by_share=by_share) for by_share in (True, False)
+        fitted_queries(Prefix.of(double_trace), 0.0, by_share=by_share)
+        for by_share in (True, False)
     )
     for layer, attention in enumerate(eager_attention(double, windows)):
         assert torch.allclose(
@@ -63,7 +69,7 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
         assert (weights_of(double_trace, plain, layer) == 1).all()
     learn, _ = split_supervision(double_trace, 0.5)
     rests = (
-        fitted_queries(learn, 0.0, by_share=True).log_later_mass,
+        fitted_queries(Prefix.of(learn), 0.0, by_share=True).log_later_mass,
         [masses[:, :, :8] for masses in fitted.log_later_mass],
     )
     torch.testing.assert_close(*rests, rtol=0, atol=1e-12)
@@ -98,7 +104,7 @@ def test_prefix_queries_of_deeper_layers_are_those_in_place_and_have_the_stated_
     in_place = trace(double, windows[:, :48], supervision="self").queries[1][:, :, 32:]
     assert torch.allclose(back, in_place, atol=1e-5)
     for own_weight in (0.5, 2.0):
-        fitted = fitted_queries(double_trace, own_weight, by_share=False)
+        fitted = fitted_queries(Prefix.of(double_trace), own_weight, by_share=False)
         for layer in range(2):
             squares = weights_of(double_trace, fitted, layer).square().sum(2)
             assert torch.allclose(
@@ -116,12 +122,12 @@ def test_all_positions_of_up_to_4096_choose_keys():
 
 
 def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_keys(double_trace):
-    every = fitted_queries(double_trace, 1.0, by_share=True)
-    every_third = fitted_queries(double_trace, 1.0, by_share=True, fitted_per_token=0.6)
+    every = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True)
+    every_third = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True, fitted_per_token=0.6)
     assert torch.equal(queries_of(every_third, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
     assert every_third.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
     whole, thinned = (
-        dense_attention(Heads(double_trace, fitted).load([(1, 0, 0)]))
+        dense_attention(Heads(Prefix.of(double_trace), fitted).load([(1, 0, 0)]))
         for fitted in (every, every_third)
     )
     assert torch.allclose(thinned.importance, whole.importance)
@@ -132,8 +138,8 @@ def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_key
 
 
 def test_a_batch_counts_its_supervising_queries_also_when_it_is_split(double_trace):
-    fitted = fitted_queries(double_trace, 1.0, by_share=True)
-    batch = Heads(double_trace, fitted).load([(1, 0, 0), (1, 0, 1)])
+    fitted = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True)
+    batch = Heads(Prefix.of(double_trace), fitted).load([(1, 0, 0), (1, 0, 1)])
     assert batch.num_supervising == 2 * 16  # two query heads read a KV head
     assert [smaller.num_supervising for smaller in batch.split(1)] == [32, 32]
 
@@ -142,9 +148,9 @@ def test_a_batch_counts_its_supervising_queries_also_when_it_is_split(double_tra
 def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
     double_trace, elements
 ):
-    batch = Heads(double_trace, fitted_queries(double_trace, 1.0, by_share=True)).load(
-        [(1, 0, 0), (1, 0, 1), (1, 1, 0)]
-    )
+    batch = Heads(
+        Prefix.of(double_trace), fitted_queries(Prefix.of(double_trace), 1.0, by_share=True)
+    ).load([(1, 0, 0), (1, 0, 1), (1, 1, 0)])
     whole = dense_attention(batch)
     in_chunks = dense_attention(batch, cpu_elements=elements)
     for result, expected in zip(in_chunks, whole, strict=True):
@@ -153,9 +159,9 @@ def test_attention_in_parts_of_heads_and_chunks_of_queries_is_that_of_the_whole(
 
 def test_models_whose_positions_cannot_be_rotated_have_no_prefix_queries(windows):
     model = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32)
-    fitted = fitted_queries(trace(model, windows, 48), 1.0, by_share=True)
+    fitted = fitted_queries(Prefix.of(trace(model, windows, 48)), 1.0, by_share=True)
     assert queries_of(fitted, 0).shape[2] == 16
-    alone = fitted_queries(trace(model, windows, supervision="self"), 1.0, by_share=True)
+    alone = fitted_queries(Prefix.of(trace(model, windows, supervision="self")), 1.0, by_share=True)
     assert alone.causal
 
 
@@ -176,12 +182,12 @@ def test_a_rotation_is_tested_once_per_model_and_shift_and_may_differ_by_slot(do
 
 
 def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(double_trace):
-    fitted = fitted_queries(double_trace, 0.0, by_share=True)
+    fitted = fitted_queries(Prefix.of(double_trace), 0.0, by_share=True)
     queries = 2 * len(fitted.factors)
     prefix = 48
     dims = 2 * double_trace.keys[0].shape[3]
     for size in (1, 5, 40):
-        heads = Heads(double_trace, fitted, group_elements=4096)
+        heads = Heads(Prefix.of(double_trace), fitted, group_elements=4096)
         groups = heads.groups_for_fit(
             {head: size for group in heads.groups_for_scores() for head in group}
         )
@@ -197,7 +203,7 @@ def test_kept_queries_are_those_of_evenly_spaced_tokens_with_the_mass_of_their_p
     # parts of 16 tokens
     assert every.positions.tolist() == list(range(48))
     assert every.starts.tolist() == [position // 16 * 16 for position in range(48)]
-    for layer, queries in enumerate(traced.prefix_queries):
+    for layer, queries in enumerate(each.prefix_queries for each in traced.layers):
         # in 8 bits: within half a step of each query
         step = queries.abs().amax(-1, keepdim=True) / 127
         assert ((every.states[layer].numbers() - queries).abs() <= step * 0.501).all()
@@ -219,15 +225,9 @@ def test_a_fit_behind_a_cache_weighs_kept_queries_by_the_tokens_that_they_repres
     method = AttentionMatching(budgets="equal")
     before = trace(double, windows, 32)
     past = method(before, num_slots=9)
-    grown = trace(double, windows, 48, past=past)
     kept = keep_queries(before, 8)
-    new = replace(
-        grown,
-        past_queries=kept,
-        prefix_positions=torch.arange(32, 48),
-        prefix_queries=[queries[:, :, -16:] for queries in grown.prefix_queries],
-    )
-    fitted = fitted_queries(new, 1.0, by_share=True)
+    new = grown_trace(double, windows, past, kept)
+    fitted = fitted_queries(Prefix.of(new), 1.0, by_share=True)
     # 16 of the suffix, 8 kept for 32 tokens, 16 of the tokens after the cache
     weights = fitted.factors.square()
     assert fitted.num_fitted == fitted.num_queries == 40
@@ -244,9 +244,12 @@ def grown_trace(double, windows, past, kept):
     grown = trace(double, windows, 48, past=past)
     return replace(
         grown,
-        past_queries=kept,
+        past=replace(grown.past, queries=kept),
         prefix_positions=torch.arange(32, 48),
-        prefix_queries=[queries[:, :, -16:] for queries in grown.prefix_queries],
+        layers=[
+            replace(layer, prefix_queries=layer.prefix_queries[:, :, -16:])
+            for layer in grown.layers
+        ],
     )
 
 
@@ -273,7 +276,7 @@ def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
     kept = keep_queries(before, 8)
     past = AttentionMatching(budgets=budgets)(before, num_slots=9)
     new = grown_trace(double, windows, past, kept)
-    fitted = fitted_queries(new, 1.0, by_share=True)
+    fitted = fitted_queries(Prefix.of(new), 1.0, by_share=True)
     joined = keep_queries(new, 48)
     is_kept = torch.isin(joined.positions, kept.positions)
     assert is_kept.sum() == 8
@@ -287,7 +290,7 @@ def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
         torch.testing.assert_close(joined.log_mass[layer][:, :, is_kept], log_mass)
         assert_rounded(joined.outputs[layer][:, :, is_kept], outputs)
         # what this fit is to reproduce
-        dense = dense_attention(Heads(new, fitted).load([(layer, 1, 0)]))
+        dense = dense_attention(Heads(Prefix.of(new), fitted).load([(layer, 1, 0)]))
         rows = slice(2 * 16, 2 * 24)  # after those of the suffix; both query heads of a token
         torch.testing.assert_close(dense.log_mass[0, rows], log_mass[1, :2].T.flatten())
         weighted = outputs[1, :2].transpose(0, 1).flatten(0, 1)
@@ -295,7 +298,7 @@ def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
         largest_output = weighted.abs().amax(-1, keepdim=True)
         assert ((dense.outputs[0, rows] - weighted).abs() < 0.01 * largest_output).all()
         largest = dense.log_mass[0, rows] - dense.mass[0, rows].log()
-        scores = Heads(new, fitted).load([(layer, 1, 0)]).scores(rows)
+        scores = Heads(Prefix.of(new), fitted).load([(layer, 1, 0)]).scores(rows)
         torch.testing.assert_close(largest, scores[0].amax(-1))
 
 
@@ -304,7 +307,7 @@ def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, w
     kept = keep_queries(before, 8, places=32)
     # every slot is kept: the attention to the slots is that to the text
     new = grown_trace(double, windows, before.dense_cache(), kept)
-    moved_on = placed_ahead(new, places=32).past_queries
+    moved_on = past_queries(placed_ahead(new, places=32))
     assert (kept.place, moved_on.place) == (32, 64)
     for layer in range(2):
         log_mass, outputs = attention_from(
@@ -318,7 +321,8 @@ def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, w
         torch.testing.assert_close(moved_on.log_mass[layer], log_mass)
         error = (moved_on.outputs[layer].numbers() - outputs).abs()
         assert error.max() < 0.01 * outputs.abs().max()
-    assert placed_ahead(replace(new, past_queries=None)).past_queries is None
+    without = replace(new, past=replace(new.past, queries=None))
+    assert past_queries(placed_ahead(without)) is None
 
 
 @pytest.mark.parametrize("places", [32, 512])
@@ -330,7 +334,7 @@ def test_kept_queries_attend_to_the_cache_alone_if_all_tokens_after_it_are_prote
     past = before.dense_cache()
     new = protecting(grown_trace(double, windows, past, kept), [(0, 2), (32, 48)])
     moved_on = placed_ahead(new, places=places)
-    place = moved_on.past_queries.place
+    place = past_queries(moved_on).place
     joined = keep_queries(moved_on, 48, places=places)
     is_kept = torch.isin(joined.positions, kept.positions)
     for layer in range(2):
@@ -349,7 +353,7 @@ def test_kept_queries_are_moved_on_over_a_cache_of_protected_slots_alone(double,
     kept = keep_queries(before, 8, places=32)
     past = AttentionMatching()(before, num_slots=2)
     new = protecting(grown_trace(double, windows, past, kept), [(0, 2)])
-    moved_on = placed_ahead(new, places=32).past_queries
+    moved_on = past_queries(placed_ahead(new, places=32))
     assert moved_on.place == 64
     for layer in range(2):
         torch.testing.assert_close(moved_on.log_mass[layer], kept.log_mass[layer])

@@ -6,10 +6,11 @@ import pytest
 import torch
 from structured_heads import head_batch, structured_head, tensors
 
+from kvcat.cache import HeadSlots
 from kvcat.compress import compare, make_compressor, split_supervision, supervised_kl, trace
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.methods.attention_matching import match_attention
-from kvcat.compress.refinement import Objective, Slots, refine_slots
+from kvcat.compress.refinement import Objective, refine_slots
 from tiny import loud_model, refusal
 
 
@@ -33,8 +34,7 @@ def matched(batch, num_slots):
     """Dense attention and the slots of Attention Matching."""
     dense = dense_attention(batch)
     fit = match_attention(batch, dense, num_slots)
-    keys = batch.keys.gather(1, fit.slots.unsqueeze(-1).expand(-1, -1, batch.keys.shape[-1]))
-    return dense, Slots(keys, fit.values, fit.log_bias)
+    return dense, fit
 
 
 def output_error(batch, slots):
@@ -114,10 +114,10 @@ def test_the_slots_of_a_point_have_the_scores_of_the_point(heads, log_bias):
 
 def test_slots_that_are_the_whole_prefix_have_no_error_and_stay(heads):
     dense = dense_attention(heads)
-    start = Slots(heads.keys, heads.values, torch.zeros_like(heads.keys[..., 0]))
+    start = HeadSlots(heads.keys, heads.values, torch.zeros_like(heads.keys[..., 0]))
     objective = Objective.of(heads, dense, start, pull=0.1, ridge=0.05)
     assert objective(objective.origin()).value.item() < 1e-20
-    torch.testing.assert_close(refine_slots(objective, 5), start, atol=1e-8, rtol=0)
+    torch.testing.assert_close(vars(refine_slots(objective, 5)), vars(start), atol=1e-8, rtol=0)
 
 
 def test_one_slot_moves_to_the_mean_of_two_keys_that_no_query_tells_apart():
@@ -133,7 +133,7 @@ def test_one_slot_moves_to_the_mean_of_two_keys_that_no_query_tells_apart():
     values = torch.randn(1, 3, 4, generator=draw, dtype=torch.float64)
     heads = with_later_mass(head_batch(queries, keys, values), nats=1.0)
     # it starts elsewhere: without log-bias, at a wrong key
-    start = Slots(
+    start = HeadSlots(
         torch.stack([key + 0.3, other]).unsqueeze(0),
         torch.stack([values[0, 0], values[0, 2]]).unsqueeze(0),
         torch.zeros(1, 2, dtype=torch.float64),

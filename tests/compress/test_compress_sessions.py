@@ -262,7 +262,7 @@ def test_the_cache_of_a_session_names_its_protected_slots(model, make):
     assert cache.metadata["protected"] == "2:5"
     assert cache.metadata["protected_later"] == "70:75"
     exact = trace(model, TOKENS[:6].unsqueeze(0), 5).keys[0][0, 0, 2:]
-    torch.testing.assert_close(cache.layers[0].head(0, 0)[0][:3], exact, rtol=0, atol=1e-10)
+    torch.testing.assert_close(cache.layers[0].head(0, 0).keys[:3], exact, rtol=0, atol=1e-10)
     assert "protected slots, which few bits would round" in refusal(cache.quantize, 8)
     tokens = TOKENS[:90].unsqueeze(0)
     assert "a session's last tokens" in refusal(trace, model, tokens, 80, past=cache)
@@ -416,7 +416,8 @@ def test_protected_tokens_stay_exact_through_every_compaction(model, make, metho
         session._state.compact.layers, dense.keys, dense.values, strict=True
     ):
         for head in range(2):
-            kept_keys, kept_values, bias = layer.head(0, head)
+            kept = layer.head(0, head)
+            kept_keys, kept_values, bias = kept.keys, kept.values, kept.log_bias
             torch.testing.assert_close(kept_keys[:7], keys[0, head, positions])
             torch.testing.assert_close(kept_values[:7], values[0, head, positions])
             assert bias is None or not bias[:7].any()

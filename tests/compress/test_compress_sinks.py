@@ -10,6 +10,7 @@ import kvcat
 from kvcat.compress.base import received_mass
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import MaskedPass
 from kvcat.models.exact_copy import StaysDouble
@@ -58,7 +59,7 @@ def test_a_querys_error_counts_by_the_share_of_its_attention_that_goes_to_the_pr
     model, ids, stock
 ):
     trace = traced(model, ids, prefix_len=PREFIX)
-    heads = Heads(trace, fitted_queries(trace, 0.0, by_share=True))
+    heads = Heads(Prefix.of(trace), fitted_queries(Prefix.of(trace), 0.0, by_share=True))
     for layer, weights in enumerate(stock.attentions):
         batch = heads.load([(layer, 1, head) for head in range(2)])
         attention = dense_attention(batch)
@@ -72,7 +73,7 @@ def test_a_querys_error_counts_by_the_share_of_its_attention_that_goes_to_the_pr
 
 def test_protected_slots_and_the_sink_are_both_outside_the_share(model, ids, stock):
     trace = kvcat.compress.protecting(traced(model, ids, prefix_len=PREFIX), [(0, 4)])
-    heads = Heads(trace.unprotected, fitted_queries(trace, 0.0, by_share=True))
+    heads = Heads(Prefix.of(trace), fitted_queries(Prefix.of(trace), 0.0, by_share=True))
     attention = dense_attention(heads.load([(1, 0, 0)]))
     of_others = stock.attentions[1][0, :2, PREFIX:, 4:PREFIX].transpose(0, 1).flatten(0, 1)
     torch.testing.assert_close(attention.weights[0], of_others.sum(-1))
@@ -81,7 +82,9 @@ def test_protected_slots_and_the_sink_are_both_outside_the_share(model, ids, sto
 def test_a_prefix_alone_counts_its_sink(ids, stock):
     learned = model_with_sinks()
     trace = traced(learned, ids[:, :PREFIX], supervision="self")
-    heads = Heads(trace, fitted_queries(trace, 0.0, by_share=True))  # at their own positions
+    heads = Heads(
+        Prefix.of(trace), fitted_queries(Prefix.of(trace), 0.0, by_share=True)
+    )  # at their own positions
     attention = dense_attention(heads.load([(0, 0, 1)]))
     shares = stock.attentions[0][0, 2:, :PREFIX, :PREFIX].sum(-1)
     torch.testing.assert_close(attention.weights[0], shares.T.flatten())

@@ -95,10 +95,11 @@ def test_both_parts_of_a_split_are_traces_of_their_tokens(model, windows):
     learn, judge = split_supervision(traced, 0.4)
     plain = trace(model, windows[:, :57], 48)
     tensors_of_both = (
-        [x.input_ids, x.keys, x.queries, x.suffix_keys, x.logits] for x in (learn, plain)
+        [x.input_ids, x.keys, x.queries, [each.suffix_keys for each in x.layers], x.logits]
+        for x in (learn, plain)
     )
     torch.testing.assert_close(*tensors_of_both, rtol=0, atol=1e-5)
-    assert (judge.supervision_start, judge.prefix_len) == (57, 48)
+    assert (judge.text.supervision_start, judge.prefix_len) == (57, 48)
     assert torch.equal(judge.queries[1], traced.queries[1][:, :, 9:])
     cache = Eviction("first")(traced, num_slots=5)
     whole = compare(traced, cache).kl
@@ -109,7 +110,11 @@ def test_both_parts_of_a_split_are_traces_of_their_tokens(model, windows):
 def test_the_second_copy_of_a_reconstruction_is_split(model, windows):
     traced = trace(model, Reconstruction(windows[:1], 20, 44))
     learn, judge = split_supervision(traced, 0.25)
-    assert (learn.supervision_start, learn.input_ids.shape[1], judge.supervision_start) == (
+    assert (
+        learn.text.supervision_start,
+        learn.input_ids.shape[1],
+        judge.text.supervision_start,
+    ) == (
         44,
         59,
         59,

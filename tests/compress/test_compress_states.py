@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvcat
-from kvcat.cache import Bits, CompactCache
+from kvcat.cache import CompactCache
 from kvcat.compress import Eviction, make_compressor, slots_and_bits, smallest_cache
 from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
@@ -293,7 +293,7 @@ def test_a_number_of_bytes_holds_the_states_as_well():
     model = small_model("gemma3_text", torch.float32)
     traced = kvcat.trace(model, tokens(), PREFIX)
     state_bytes = sum(state.nbytes for state in traced.states.values())
-    for bits in (None, Bits(8, 8)):
+    for bits in (None, 8):
         num_bytes = state_bytes + 2000
         num_slots, _ = slots_and_bits(traced, num_bytes, [bits])
         cache = Eviction("snapkv")(traced, num_slots=num_slots)

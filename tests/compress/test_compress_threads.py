@@ -30,7 +30,7 @@ def tokens(seed):
 def matched(model, seed):
     trace = kvcat.trace(model, tokens(seed), PREFIX)
     cache = kvcat.AttentionMatching()(trace, num_slots=8)
-    return *trace.stream, kvcat.replay(model, cache, tokens(9))
+    return *(layer.stream for layer in trace.layers), kvcat.replay(model, cache, tokens(9))
 
 
 def trained(model, seed):

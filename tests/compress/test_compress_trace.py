@@ -121,7 +121,7 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
     for chunk_tokens in (1, 7):
         in_chunks = trace(model, ids, **options, chunk_tokens=chunk_tokens)
         whole_tensors, chunked_tensors = (
-            [*x.keys, *x.values, *x.queries, *x.prefix_queries, x.hidden]
+            [*x.keys, *x.values, *x.queries, *(each.prefix_queries for each in x.layers), x.hidden]
             for x in (whole, in_chunks)
         )
         torch.testing.assert_close(whole_tensors, chunked_tensors, rtol=0, atol=1e-12)

@@ -9,9 +9,8 @@ import torch
 
 import kvcat
 from kvcat.data import Document, Encoder, open_tokens, pack, prepare
-from kvcat.data.token_files import open_token_folder
 from kvcat.evals import longbench, needle, ruler, suffix
-from tiny import byte_tokenizer, loud_model, refusal, write_texts
+from tiny import loud_model, refusal, write_texts
 from tokenizers_zoo import byte_level, metaspace
 
 SIZES = {"seq_len": 16, "batch_size": 2, "max_steps": 3, "validation_sequences": 2, "seed": 0}
@@ -69,21 +68,6 @@ def test_a_prepared_folder_records_what_begins_its_documents_and_is_read_so_alon
     )
 
 
-def test_a_folder_of_an_earlier_version_began_documents_with_nothing(texts, tmp_path):
-    file = tmp_path / "tokens" / "tokens.json"
-    index = prepare(str(texts), byte_tokenizer(), file.parent)
-    del index["opening"]
-    file.write_text(json.dumps(index))
-    prepare(str(texts), byte_tokenizer(), file.parent)
-    open_token_folder(file.parent, Encoder.of(byte_tokenizer()), 8)
-    tokenizer = with_bos()
-    index = prepare(str(texts), tokenizer, tmp_path / "bos", bos="never")
-    del index["opening"]
-    (tmp_path / "bos" / "tokens.json").write_text(json.dumps(index))
-    assert "choose bos" in refusal(open_token_folder, tmp_path / "bos", Encoder.of(tokenizer), 8)
-    open_token_folder(tmp_path / "bos", Encoder.of(tokenizer, "never"), 8)
-
-
 @pytest.mark.parametrize("prefix", ["", "stream:"])
 def test_a_run_is_not_continued_with_another_beginning(texts, prefix):
     tokenizer = with_bos()
@@ -93,9 +77,6 @@ def test_a_run_is_not_continued_with_another_beginning(texts, prefix):
     )
     assert not torch.equal(auto.read(), never.read())
     assert "belongs to other data" in refusal(auto.load_state_dict, never.state_dict())
-    earlier = {k: v for k, v in never.state_dict().items() if k != "opening"}
-    never.load_state_dict(earlier)
-    assert "belongs to other data" in refusal(auto.load_state_dict, earlier)
 
 
 def test_the_configuration_of_a_run_holds_bos():

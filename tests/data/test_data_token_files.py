@@ -216,7 +216,7 @@ def test_text_that_lacks_a_split_or_cannot_be_read_is_rejected_and_leaves_nothin
         (
             "tokens.json",
             lambda data: data.replace(b'"version": 1', b'"version": 2'),
-            "format 2, newer than 1",
+            "has format 2, and this version of kvcat reads 1: prepare",
         ),
     ],
 )

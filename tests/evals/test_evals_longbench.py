@@ -71,7 +71,7 @@ def test_the_prompt_reads_as_the_papers_and_both_copies_are_the_same_tokens(mode
     batch = prepared(model, tokenizer, (example,), 400)
     ids = batch.trace.input_ids[0].tolist()
     context = batch.batch[0].context
-    second = batch.trace.supervision_start
+    second = batch.trace.text.supervision_start
     assert ids[: len(context)] == context
     assert ids[second:] == context[1:]
     assert tokenizer.decode(ids[len(context) : second]) == INSTRUCTION

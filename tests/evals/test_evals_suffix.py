@@ -79,7 +79,7 @@ def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
     )
     ids = prepared.trace.input_ids
     assert ids[:, :16].tolist() == ids[:, -16:].tolist() == [row[:16] for row in tokens]
-    assert prepared.trace.supervision_start == ids.shape[1] - 16
+    assert prepared.trace.text.supervision_start == ids.shape[1] - 16
     whole, quarter = (
         prepared.score(Eviction("first")(prepared.trace, keep_ratio=k)) for k in (1.0, 0.25)
     )

@@ -4,7 +4,7 @@ import torch
 
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.models import capture
-from tiny import loud_model
+from tiny import layer_of, loud_model
 
 SIZES = {"vocab_size": 96, "max_position_embeddings": 256, "pad_token_id": None}
 LLAMA3 = {
@@ -57,7 +57,7 @@ def ragged(cache):
         heads = range(layer.keys.shape[1])
         states = (layer.keys, layer.values, layer.log_bias)
         layers.append(
-            CompactLayer.ragged(
+            layer_of(
                 *([[x[b, h, : slots - h] for h in heads] for b in range(len(x))] for x in states)
             )
         )

@@ -133,7 +133,7 @@ def test_what_a_plain_prefix_cannot_hold_is_rejected_and_a_log_bias_dropped_only
             ragged(biased),
             model,
             {},
-            r"up to 7 and on average 6\.5 slots: .* budgets=layers or budgets=eq",
+            r"up to 7 and on average 6\.5 slots: .* with budgets=equal",
         ),
         (
             biased,

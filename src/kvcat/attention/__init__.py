@@ -1,6 +1,6 @@
 """Attention over visible slots: the naive reference, the fast path, and transformers models."""
 
-from kvcat.attention.carried import Carried, Head, attach
+from kvcat.attention.carried import Carried, attach
 from kvcat.attention.exclusive import exclusive
 from kvcat.attention.fast import attend, attend_ragged, attend_twice
 from kvcat.attention.interface import (
@@ -17,7 +17,6 @@ from kvcat.attention.reference import attend_reference, reachable
 __all__ = [
     "NAME",
     "Carried",
-    "Head",
     "SlotGate",
     "attach",
     "attend",

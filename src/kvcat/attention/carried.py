@@ -11,17 +11,12 @@ attribute.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from kvcat.types import Float, Int, Tensor
 
-Head = tuple[
-    Float[Tensor, "slots head_dim"],
-    Float[Tensor, "slots value_dim"],
-    Float[Tensor, " slots"] | None,
-]
-"""Keys, values and log-bias of one KV head of one example."""
-SlotsByHead = Callable[[int, int], Head]
-"""The slots of an example and a head."""
+SlotsByHead = Callable[[int, int], Any]
+"""The ``HeadSlots`` (kvcat.cache) of an example and a KV head: keys, values and log-bias."""
 
 
 @dataclass

@@ -1,9 +1,11 @@
 """Attention over visible slots and log-bias on PyTorch's fused kernels."""
 
+from typing import Any
+
 import torch
 from torch.nn.functional import pad
 
-from kvcat.attention.carried import Head, SlotsByHead
+from kvcat.attention.carried import SlotsByHead
 from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention, with_sinks
 from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import reachable, visible
@@ -156,7 +158,7 @@ def attend_ragged(
 
 
 def _attend_behind(
-    head: Head,
+    slots: Any,
     q: Float[Tensor, "rows group queries head_dim"],
     k: Float[Tensor, "rows 1 new head_dim"],
     v: Float[Tensor, "rows 1 new value_dim"],
@@ -165,13 +167,12 @@ def _attend_behind(
     sinks: Float[Tensor, " group"] | None,
 ) -> Float[Tensor, "rows group queries value_dim"]:
     """Attention over one head's slots and over the tokens after them."""
-    slot_keys, slot_values, slot_bias = head
     num_rows = len(k)
-    keys = torch.cat([slot_keys.to(k.dtype).expand(num_rows, 1, -1, -1), k], dim=2)
-    values = torch.cat([slot_values.to(v.dtype).expand(num_rows, 1, -1, -1), v], dim=2)
-    log_bias = None if slot_bias is None else slot_bias.expand(1, 1, -1)
+    keys = torch.cat([slots.keys.to(k.dtype).expand(num_rows, 1, -1, -1), k], dim=2)
+    values = torch.cat([slots.values.to(v.dtype).expand(num_rows, 1, -1, -1), v], dim=2)
+    log_bias = None if slots.log_bias is None else slots.log_bias.expand(1, 1, -1)
     if reach is not None:
-        reach = pad(reach, (len(slot_keys), 0), value=True)
+        reach = pad(reach, (len(slots), 0), value=True)
     return attend(q, keys, values, None, log_bias, reach=reach, scale=scale, sinks=sinks)
 
 

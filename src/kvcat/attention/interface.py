@@ -298,7 +298,7 @@ def check_not_wrapped(model: nn.Module) -> None:
     them, and its weights have other names.
     """
     if hasattr(model, "peft_config") and hasattr(model, "get_base_model"):
-        remedy = "give its get_base_model(), in which adapters stay"
+        remedy = "merge its adapters and give the result of merge_and_unload()"
     elif hasattr(model, "_orig_mod"):  # of torch.compile
         remedy = "give the model itself, which model.compile() compiles in place"
     elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):

@@ -3,16 +3,16 @@
 from kvcat.cache.adapters import check_no_adapters
 from kvcat.cache.codes import (
     BITS,
-    Bits,
     Grid,
     PackedHead,
     check_dims,
     key_groups,
     most_bytes_per_slot,
+    parse_bits,
     round_values,
 )
 from kvcat.cache.compact import CompactCache, slot_facts
-from kvcat.cache.fingerprint import are_comparable, fingerprint, fingerprint_like
+from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.first_tokens import (
     FIRST_IDS,
     FIRST_SLOTS,
@@ -22,14 +22,14 @@ from kvcat.cache.first_tokens import (
     first_slots,
     joined_first_ids,
     parse_first_ids,
-    positions_by_head,
 )
 from kvcat.cache.forward import CACHE_NAME, PrefixCache, cache_argument
+from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.cache.layers import PrefixLayer, layer_windows, recurrent_layers, state_layers
 from kvcat.cache.quantized import QuantizedLayer
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, held_factors, rope_border, rope_factors
-from kvcat.cache.slots import CompactLayer, Head, Layer, RaggedLayer
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.cache.states import LayerState
 from kvcat.cache.token_ids import check_batch_of_ids, check_token_ids
 
@@ -38,12 +38,12 @@ __all__ = [
     "CACHE_NAME",
     "FIRST_IDS",
     "FIRST_SLOTS",
-    "Bits",
     "CompactCache",
     "CompactLayer",
     "Factors",
     "Grid",
-    "Head",
+    "HeadGrid",
+    "HeadSlots",
     "Layer",
     "LayerState",
     "PackedHead",
@@ -51,7 +51,6 @@ __all__ = [
     "PrefixLayer",
     "QuantizedLayer",
     "RaggedLayer",
-    "are_comparable",
     "cache_argument",
     "check_batch_of_ids",
     "check_dims",
@@ -61,7 +60,6 @@ __all__ = [
     "count_before",
     "document_digest",
     "fingerprint",
-    "fingerprint_like",
     "first_ids",
     "first_slots",
     "held_factors",
@@ -69,8 +67,8 @@ __all__ = [
     "key_groups",
     "layer_windows",
     "most_bytes_per_slot",
+    "parse_bits",
     "parse_first_ids",
-    "positions_by_head",
     "recurrent_layers",
     "rope_border",
     "rope_factors",

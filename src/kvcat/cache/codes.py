@@ -10,7 +10,7 @@ would make the steps of all other keys several times as large.
 """
 
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -27,35 +27,16 @@ HALF = torch.float16
 """Type of scales, offsets, log-bias and first slots."""
 
 
-class Bits(NamedTuple):
-    """Bits of keys and of values."""
+def parse_bits(bits: int | str) -> int:
+    """The number of bits of a cache's keys and values, from a number or its text.
 
-    keys: int
-    values: int
-
-    @classmethod
-    def parse(cls, bits: "int | str | Bits") -> "Bits":
-        """Bits of keys and values from one number, or from a text such as "8/4".
-
-        Raises:
-            InputError: numbers of bits that are not supported.
-        """
-        if isinstance(bits, Bits):
-            numbers: list[Any] = list(bits)
-        elif isinstance(bits, str):
-            numbers = [int(word) if word.isdecimal() else word for word in bits.split("/")]
-        else:
-            numbers = [bits]
-        is_known = all(type(number) is int and number in BITS for number in numbers)
-        if not is_known or len(numbers) > 2:
-            text = bits if isinstance(bits, str | int) else "/".join(map(str, numbers))
-            raise InputError(
-                f"bits must be 8, 4, or two of them for keys and values as in 8/4, not {text!r}"
-            )
-        return cls(numbers[0], numbers[-1])
-
-    def __str__(self) -> str:
-        return str(self.keys) if self.keys == self.values else f"{self.keys}/{self.values}"
+    Raises:
+        InputError: another number.
+    """
+    number = int(bits) if isinstance(bits, str) and bits.isdecimal() else bits
+    if type(number) is not int or number not in BITS:
+        raise InputError(f"bits must be 8 or 4, not {bits!r}")
+    return number
 
 
 class Grid(NamedTuple):
@@ -146,14 +127,14 @@ class PackedHead(NamedTuple):
         cls,
         keys: Float[Tensor, "slots head_dim"],
         values: Float[Tensor, "slots value_dim"],
-        bits: Bits,
+        bits: int,
         group: int = KEY_GROUP,
     ) -> "PackedHead":
         """Every number rounded to the nearest code."""
         precise_keys = at_least_float32(keys)
         precise_values = at_least_float32(values)
-        key_codes, key_grid = round_keys(precise_keys[1:], bits.keys, group)
-        value_codes, value_grid = round_values(precise_values[1:], bits.values)
+        key_codes, key_grid = round_keys(precise_keys[1:], bits, group)
+        value_codes, value_grid = round_values(precise_values[1:], bits)
         return cls(keys[0], values[0], key_codes, key_grid, value_codes, value_grid)
 
 
@@ -185,14 +166,14 @@ def round_values(
     return codes, Grid(*(tensor.squeeze(-1) for tensor in grid))
 
 
-def check_dims(head_dim: int, value_dim: int, bits: Bits) -> None:
+def check_dims(head_dim: int, value_dim: int, bits: int) -> None:
     """Reject heads whose codes do not fill whole bytes."""
-    for name, dim, number in (("keys", head_dim, bits.keys), ("values", value_dim, bits.values)):
-        if dim * number % 8:
-            raise InputError(f"{name} of {dim} channels do not fill whole bytes in {number} bits")
+    for name, dim in (("keys", head_dim), ("values", value_dim)):
+        if dim * bits % 8:
+            raise InputError(f"{name} of {dim} channels do not fill whole bytes in {bits} bits")
 
 
-def most_bytes_per_slot(dims: tuple[int, int], bits: Bits) -> tuple[float, float]:
+def most_bytes_per_slot(dims: tuple[int, int], bits: int) -> tuple[float, float]:
     """The most bytes of a slot with its share of the scales, and of a head besides its slots.
 
     Args:
@@ -200,7 +181,7 @@ def most_bytes_per_slot(dims: tuple[int, int], bits: Bits) -> tuple[float, float
         bits: of keys and values.
     """
     head_dim, value_dim = dims
-    codes = (head_dim * bits.keys + value_dim * bits.values) / 8
+    codes = (head_dim + value_dim) * bits / 8
     value_grid = 4 * value_dim / value_group(value_dim)
     key_grid = 4 * head_dim
     log_bias = 2

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import enable
-from kvcat.cache.codes import Bits
+from kvcat.cache.codes import parse_bits
 from kvcat.cache.files import (
     CACHE,
     STATES,
@@ -21,8 +21,8 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
-from kvcat.cache.fingerprint import fingerprint_like
-from kvcat.cache.first_tokens import first_slots, of_examples, positions_by_head, same_documents
+from kvcat.cache.fingerprint import fingerprint
+from kvcat.cache.first_tokens import first_slots, of_examples, same_documents
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
@@ -105,7 +105,7 @@ class CompactCache:
         return any(layer.has_log_bias for layer in self.layers)
 
     @property
-    def bits(self) -> Bits | None:
+    def bits(self) -> int | None:
         """Bits of keys and values in packed codes; None for a cache in ordinary numbers."""
         first = self.layers[0]
         return first.bits if isinstance(first, QuantizedLayer) else None
@@ -116,21 +116,21 @@ class CompactCache:
         first = self.layers[0]
         return first.dtype if isinstance(first, QuantizedLayer) else first.keys.dtype
 
-    def quantize(self, bits: int | str | Bits) -> "CompactCache":
+    def quantize(self, bits: int | str) -> "CompactCache":
         """The cache in few bits: packed codes, with scales in half precision.
 
         Every number is rounded to the nearest code; the first slot of each head and the log-bias
         are rounded to half precision. Positions are not kept. ``AttentionMatching`` loses less when
-        it knows the bits before it fits (``kvcat.compress.Quantized``).
+        it knows the bits before it fits (option ``bits``).
 
         Args:
-            bits: 8 or 4; for keys and values of different bits a text such as "8/4".
+            bits: 8 or 4.
 
         Raises:
             InputError: other bits, a cache that is in few bits already, heads whose codes do not
                 fill whole bytes, or numbers beyond half precision.
         """
-        wanted = Bits.parse(bits)
+        wanted = parse_bits(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
         if "protected" in self.metadata or "protected_later" in self.metadata:
@@ -138,7 +138,7 @@ class CompactCache:
         ordinary = self.ordinary_layers()
         layers = [quantized_layer(layer, wanted) for layer in ordinary]
         metadata = {**self.metadata, "bits": str(wanted)}
-        metadata |= first_slots([positions_by_head(layer) for layer in ordinary])
+        metadata |= first_slots([layer.heads() for layer in ordinary])
         return replace(self, layers=layers, metadata=metadata)
 
     def unpacked(self) -> "CompactCache":
@@ -165,7 +165,7 @@ class CompactCache:
         layers = [layer.select(chosen) for layer in self.layers]
         states = {number: state.select(chosen) for number, state in self.states.items()}
         selected = replace(self, layers=layers, states=states)
-        metadata = of_examples(self.metadata, chosen, self.batch_size)
+        metadata = of_examples(self.metadata, chosen)
         if "num_slots" in metadata:
             metadata |= slot_facts(selected)
         return replace(selected, metadata=metadata)
@@ -234,7 +234,7 @@ class CompactCache:
 
     def check_model(self, model: nn.Module, name: str = "the compact cache") -> None:
         """Raise ``InputError`` if the model's fingerprint is not the cache's."""
-        model_fingerprint = fingerprint_like(self.fingerprint, model)
+        model_fingerprint = fingerprint(model)
         if model_fingerprint != self.fingerprint:
             raise InputError(
                 f"{name} belongs to another model: its fingerprint is {self.fingerprint[:12]}, "
@@ -382,7 +382,7 @@ class CompactCache:
                 return factors
         raise InputError(
             f"{model.config.model_type} has rotary factors that depend on the length, and the "
-            "cache does not say which it has (an earlier version of kvcat made it): make it again"
+            "cache does not say which it has: make it again"
         )
 
     def to_transformers(

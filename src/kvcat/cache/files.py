@@ -16,7 +16,7 @@ import safetensors.torch
 import torch
 from safetensors import SafetensorError
 
-from kvcat.cache.codes import BITS, Bits
+from kvcat.cache.codes import BITS
 from kvcat.cache.fingerprint import FORM
 from kvcat.cache.quantized import QUANTIZED_TENSORS, QuantizedLayer, quantized_problem
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
@@ -35,9 +35,13 @@ _KINDS = {
     STATE: "the state of a gradient-based run of kvcat",
     SESSION: "a session of kvcat",
 }
-_VERSIONS = {CACHE: 2, PREFIX: 1, STATE: 3, SESSION: 2}
-_QUANTIZED_VERSION = 3  # of a compact cache in few bits
-_STATES_VERSION = 4  # of a compact cache with states that are kept whole
+_VERSIONS = {CACHE: 5, PREFIX: 1, STATE: 3, SESSION: 3}
+_REMEDIES = {
+    CACHE: "make the cache again with `kvcat compress`",
+    PREFIX: "make the file again with `kvcat pack`",
+    STATE: "remove it, and the run begins again",
+    SESSION: "begin the session again",
+}
 STATES = "states"
 """Header entry of a cache with such states: the numbers of their layers."""
 _NO_DIGEST = "0" * 64
@@ -48,8 +52,7 @@ _ENTRIES = {
     "metadata": ".*",
 }
 _QUANTIZED_ENTRIES = {
-    "key_bits": "|".join(map(str, BITS)),
-    "value_bits": "|".join(map(str, BITS)),
+    "bits": "|".join(map(str, BITS)),
     "key_group": r"[1-9]\d{0,4}",
     "dtype": "float64|float32|float16|bfloat16",
 }
@@ -71,7 +74,7 @@ def write_tensors(
     content = safetensors.torch.save(_in_memories_of_their_own(tensors))
     header_end = _header_end(content)
     tensor_entries = json.loads(content[8:header_end])
-    entries = {"format": f"{kind}-{_version(kind, entries)}", **entries, "sha256": _NO_DIGEST}
+    entries = {"format": f"{kind}-{_VERSIONS[kind]}", **entries, "sha256": _NO_DIGEST}
     # safetensors itself would write the entries in any order
     header = {"__metadata__": entries, **tensor_entries}
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -97,18 +100,6 @@ def _in_memories_of_their_own(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         separate[name] = on_cpu.clone() if memory in known else on_cpu
         known.add(memory)
     return separate
-
-
-def _version(kind: str, entries: dict[str, str]) -> int:
-    """The version of the format of a file with these entries.
-
-    Older versions of kvcat do not know caches in few bits or with states, and reject a file of
-    their version.
-    """
-    if kind == CACHE and STATES in entries:
-        return _STATES_VERSION
-    is_quantized = kind == CACHE and "key_bits" in entries
-    return _QUANTIZED_VERSION if is_quantized else _VERSIONS[kind]
 
 
 def _header_end(content: bytes) -> int:
@@ -142,11 +133,11 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
     if file_kind != kind:
         what = f"{_KINDS[file_kind]}, not" if file_kind in _KINDS else "not"
         raise InputError(f"{path} is {what} {_KINDS[kind]}")
-    if version != str(_version(kind, entries)):
-        readable = f"{_VERSIONS[kind]}"
-        if kind == CACHE:
-            readable += f", {_QUANTIZED_VERSION} and {_STATES_VERSION}"
-        raise InputError(f"{path} has format {version[:9]}; this version of kvcat reads {readable}")
+    if version != str(_VERSIONS[kind]):
+        raise InputError(
+            f"{path} has format {version[:9]}, and this version of kvcat reads {_VERSIONS[kind]}: "
+            f"{_REMEDIES[kind]}"
+        )
     recorded = entries.pop("sha256", "")
     unsigned = content[:header_end].replace(_digest_entry(recorded), _digest_entry(_NO_DIGEST))
     digest = hashlib.sha256(unsigned)
@@ -193,8 +184,7 @@ def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
 def quantized_entries(layer: QuantizedLayer) -> dict[str, str]:
     """Header entries of a cache of such layers."""
     return {
-        "key_bits": str(layer.bits.keys),
-        "value_bits": str(layer.bits.values),
+        "bits": str(layer.bits),
         "key_group": str(layer.key_group),
         "dtype": str(layer.dtype).removeprefix("torch."),
     }
@@ -212,7 +202,7 @@ def checked_layers(
     states, tensors = _checked_states(entries, tensors, name)
     num_layers = int(entries["num_layers"])
     num_tokens = int(entries["num_tokens"])
-    is_quantized = "key_bits" in entries
+    is_quantized = "bits" in entries
     names = _QUANTIZED_NAMES if is_quantized else _ORDINARY_NAMES
     layers: list[dict[str, Any]] = [{} for _ in range(num_layers)]
     for key, tensor in tensors.items():
@@ -268,7 +258,7 @@ def _quantized_layers(
     entries: dict[str, str], layers: list[dict[str, Any]], name: str
 ) -> list[QuantizedLayer]:
     """The layers of a file in few bits, from the tensors of each."""
-    bits = Bits(int(entries["key_bits"]), int(entries["value_bits"]))
+    bits = int(entries["bits"])
     key_group = int(entries["key_group"])
     dtype = getattr(torch, entries["dtype"])
     made = []
@@ -284,7 +274,7 @@ def _quantized_layers(
 
 def _check_entries(entries: dict[str, str], name: str) -> None:
     """Reject header entries that are missing, unknown or malformed."""
-    forms = _ENTRIES | (_QUANTIZED_ENTRIES if "key_bits" in entries else {})
+    forms = _ENTRIES | (_QUANTIZED_ENTRIES if "bits" in entries else {})
     if STATES in entries:
         forms = {**forms, STATES: r"\d{1,5}( \d{1,5})*"}
     unexpected = set(entries) ^ set(forms)

@@ -1,8 +1,6 @@
-"""The fingerprint of a model, from its configuration, weights, buffers and active adapters.
+"""The fingerprint of a model, from its configuration, weights and buffers.
 
-A fingerprint begins with the number of its scheme, ``2:``. Fingerprints of the first scheme are 64
-digits without a number. That scheme covered fewer settings and no buffers. It is computed only to
-compare with files that hold such a fingerprint.
+A fingerprint begins with the number of its scheme, ``2:``.
 """
 
 import hashlib
@@ -19,13 +17,13 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
-from kvcat.attention import check_not_wrapped, exclusive
-from kvcat.cache.adapters import Tensors, tensors_of
+from kvcat.attention import exclusive
+from kvcat.cache.adapters import check_no_adapters
 from kvcat.errors import InputError
 from kvcat.types import Tensor
 
 SCHEME = "2:"
-FORM = "(2:)?[0-9a-f]{64}"
+FORM = f"{SCHEME}[0-9a-f]{{64}}"
 # Settings that cannot change the logits: names, types of storage, training, what is returned,
 # generation, special tokens; and whether weights are tied, which the weights themselves show.
 IGNORED = frozenset({
@@ -50,20 +48,6 @@ _PER_LAYER = "_heterogeneity_spec"  # where transformers keeps settings of singl
 _ROPE_IGNORED = ("type",)  # the older name of rope_type
 _STATE = ("dynamic", "longrope")  # rotary embeddings whose frequencies follow the last text
 _INPUT_BUFFERS = ("position_ids", "token_type_ids", "attn.bias", "masked_bias", "transformer.bias")
-_FIRST_SCHEME_KEYS = (
-    "model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "hidden_act", "rope_parameters", "rms_norm_eps", "layer_norm_eps", "sliding_window",
-    "layer_types", "attn_logit_softcapping", "final_logit_softcapping", "query_pre_attn_scalar",
-    "logit_scale", "logits_scaling", "attention_multiplier", "residual_multiplier",
-    "embedding_multiplier",
-)  # fmt: skip
-_FIRST_SCHEME_ADDED = (
-    "no_rope_layers",
-    "use_parallel_residual",
-    "norm_epsilon",
-    "num_experts_per_tok",
-)
-
 _SAMPLED_NUMBERS = 16
 _State = tuple[Any, ...]
 _known: WeakKeyDictionary[nn.Module, dict[str, tuple[_State, str]]] = WeakKeyDictionary()
@@ -76,27 +60,24 @@ def hash_tensor(digest: Any, name: str, tensor: Tensor) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """``2:`` and a SHA-256 of a model: class, configuration, parameters, buffers, active adapters.
+    """``2:`` and a SHA-256 of a model: class, configuration, parameters and buffers.
 
     - All settings of the configuration count, nested ones too, except those in ``IGNORED``, plans
       of parallelism, and those with their class's default: a newer transformers adds settings with
       defaults that do not change a model.
     - Rotary frequencies count if they are not those that the configuration gives.
-    - The weights and scaling of active adapters count, their names do not. A model whose adapters
-      are off has the fingerprint of the model without them.
 
     The hash of the tensors is kept until one of them is replaced or written to. Autograd does not
     notice a write through ``.data``. Such a write is noticed here if it changes one of 16 numbers
     spread over the tensor.
 
     Raises:
-        InputError: a wrapper of a model, or weights on the meta device.
+        InputError: a wrapper of a model, PEFT adapters, or weights on the meta device.
     """
     with exclusive(model):  # others hold rotary factors and settings for a while
-        tensors = _tensors_with_data(model)
         stored: dict[str, Tensor] = {}
         computed: dict[str, Tensor] = {}
-        for name, tensor in tensors.base.items():
+        for name, tensor in _tensors_with_data(model).items():
             if not _is_made_by_class(model, name):
                 stored[name] = tensor
             elif _counts(model, name):
@@ -109,57 +90,20 @@ def fingerprint(model: nn.Module) -> str:
         for line in _rotary_changes(model):
             digest.update(line.encode())
         digest.update(_remembered(model, "buffers", computed).encode())
-        for line in sorted(_adapter_digests(model, tensors)):
-            digest.update(line.encode())
         return SCHEME + digest.hexdigest()
 
 
-def first_fingerprint(model: nn.Module) -> str:
-    """The fingerprint of the first scheme.
-
-    It is empty for a model with active adapters, because that scheme confused different ones.
-    """
-    tensors = _tensors_with_data(model)
-    if tensors.settings:
-        return ""
-    digest = hashlib.sha256(type(model).__name__.encode())
-    config = getattr(model, "config", None)
-    text_config = config.get_text_config() if config is not None else None
-    settings = {key: getattr(text_config, key, None) for key in _FIRST_SCHEME_KEYS}
-    for key in _FIRST_SCHEME_ADDED:
-        if hasattr(text_config, key):
-            settings[key] = getattr(text_config, key)
-    digest.update(json.dumps(settings, sort_keys=True, default=str).encode())
-    buffers = {name for name, _ in model.named_buffers()}
-    for name in sorted(set(tensors.base) - buffers):
-        hash_tensor(digest, name, tensors.base[name])
-    return digest.hexdigest()
-
-
-def _tensors_with_data(model: nn.Module) -> Tensors:
-    """``tensors_of`` a model that is no wrapper, all of whose tensors hold numbers."""
-    check_not_wrapped(model)
-    tensors = tensors_of(model)
-    for name, tensor in tensors.base.items():
+def _tensors_with_data(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers of a model by name, all of which hold numbers."""
+    check_no_adapters(model, "identified")
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    for name, tensor in tensors.items():
         if tensor.is_meta:
             raise InputError(
                 f"{type(model).__name__}: {name} is on the meta device and holds no numbers: load "
                 "the model without offloading"
             )
     return tensors
-
-
-def fingerprint_like(recorded: str, model: nn.Module) -> str:
-    """The model's fingerprint by the scheme of a recorded one."""
-    if recorded.startswith(SCHEME):
-        return fingerprint(model)
-    with exclusive(model):
-        return first_fingerprint(model)
-
-
-def are_comparable(first: str, second: str) -> bool:
-    """Whether two fingerprints have the same scheme."""
-    return first.startswith(SCHEME) == second.startswith(SCHEME)
 
 
 def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str:
@@ -210,15 +154,6 @@ def _sample(tensors: Iterable[Tensor]) -> bytes:
         group.append(flat[::step][:_SAMPLED_NUMBERS])
     joined = [torch.cat(samples).cpu().view(torch.uint8) for samples in groups.values()]
     return b"".join(samples.numpy().tobytes() for samples in joined)
-
-
-def _adapter_digests(model: nn.Module, tensors: Tensors) -> list[str]:
-    """One line per active adapter, with its weights and scaling but not its name."""
-    lines = []
-    for adapter, settings in tensors.settings.items():
-        weights = _remembered(model, f"adapter {adapter}", tensors.active.get(adapter, {}))
-        lines.append(f"adapter {weights} {json.dumps(settings, sort_keys=True, default=str)}\n")
-    return lines
 
 
 def _settings(config: PreTrainedConfig | None, reader: type) -> dict[str, Any]:
@@ -299,28 +234,18 @@ def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
 def _is_made_by_class(model: nn.Module, name: str) -> bool:
     """Whether a tensor is a buffer that no file holds: its class computes it."""
     path, _, last = name.rpartition(".")
-    module = _module(model, path)
-    return module is not None and last in module._non_persistent_buffers_set
-
-
-def _module(model: nn.Module, path: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(path)
-    except AttributeError:  # inside a layer that PEFT replaced
-        return None
+    return last in model.get_submodule(path)._non_persistent_buffers_set
 
 
 def _counts(model: nn.Module, name: str) -> bool:
     """Whether a computed buffer counts: rotary buffers are compared elsewhere, and positions are
     not compared.
     """
-    module = _module(model, name.rpartition(".")[0])
+    module = model.get_submodule(name.rpartition(".")[0])
     return not _is_rotary(module) and not name.endswith(_INPUT_BUFFERS)
 
 
-def _is_rotary(module: nn.Module | None) -> bool:
-    if module is None:
-        return False
+def _is_rotary(module: nn.Module) -> bool:
     return any(name.endswith("inv_freq") for name, _ in module.named_buffers(recurse=False))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from kvcat.cache.slots import Layer, RaggedLayer, spans
+from kvcat.cache.heads import HeadGrid
 from kvcat.choices import NUM_FIRST
 from kvcat.types import Int, Tensor
 
@@ -20,9 +20,6 @@ FIRST_IDS = "first_ids"
 FIRST_SLOTS = "first_slots"
 _ROWS = ";"  # between the examples of a batch
 _DIGITS = NUM_FIRST // 4  # hexadecimal digits for one bit of each first token
-
-PositionsOfHeads = Sequence[Sequence[Int[Tensor, " _"]]]
-"""Positions of the slots of one layer, per example and KV head."""
 
 
 def document_digest(tokens: Int[Tensor, "batch prefix"]) -> str:
@@ -35,7 +32,7 @@ def same_documents(
 ) -> list[bool] | None:
     """Per row, whether tokens are those of the example of a cache that the row continues.
 
-    None if the cache does not record it: a composed one, or a batch of an earlier version of kvcat.
+    None if the cache does not record it: a composed one.
 
     Args:
         metadata: of the cache.
@@ -80,34 +77,21 @@ def joined_first_ids(text: str, num_tokens: int, later: str) -> str:
     return first_ids(torch.cat([ids, parse_first_ids(later)], dim=1))
 
 
-def positions_by_head(layer: Layer) -> PositionsOfHeads | None:
-    """The token position of every slot, per example and KV head; None if they are not known."""
-    if layer.positions is None:
-        return None
-    if not isinstance(layer, RaggedLayer):
-        return [list(example) for example in layer.positions]
-    num_heads = layer.counts.shape[1]
-    heads = [layer.positions[slots] for slots in spans(layer.counts.flatten().tolist())]
-    return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
-
-
-def first_slots(layers: Sequence[PositionsOfHeads | None]) -> dict[str, str]:
+def first_slots(layers: Sequence[HeadGrid]) -> dict[str, str]:
     """Which of the first tokens have a slot, in every head of every layer, as metadata.
 
-    The metadata are empty if a layer does not know its positions, or if the slots of a head are not
-    in their order (protected slots come first): then its first slots are not those of the first
-    tokens. Each head has ``NUM_FIRST`` bits, of which the lowest is the first token's.
-
-    Args:
-        layers: positions of the slots of each layer; None: not known.
+    The metadata are empty if a head does not know its positions, or if its slots are not in their
+    order (protected slots come first): then its first slots are not those of the first tokens. Each
+    head has ``NUM_FIRST`` bits, of which the lowest is the first token's.
     """
-    known = [layer for layer in layers if layer is not None]
-    heads = [head for layer in known for row in layer for head in row]
-    if len(known) < len(layers) or not all(_ascends(positions) for positions in heads):
-        return {}
     rows = []
-    for example in range(len(known[0])):
-        words = [_bits(positions) for layer in known for positions in layer[example]]
+    for example in range(len(layers[0])):
+        words = []
+        for layer in layers:
+            for head in layer[example]:
+                if head.positions is None or not _ascends(head.positions):
+                    return {}
+                words.append(_bits(head.positions))
         rows.append("".join(words))
     return {FIRST_SLOTS: _ROWS.join(rows)}
 
@@ -131,18 +115,13 @@ def count_before(
     return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
 
 
-def of_examples(
-    metadata: dict[str, str], chosen: Sequence[int], num_examples: int
-) -> dict[str, str]:
+def of_examples(metadata: dict[str, str], chosen: Sequence[int]) -> dict[str, str]:
     """The metadata of the chosen examples of a batch."""
     selected = dict(metadata)
     for name in (DOCUMENT, FIRST_IDS, FIRST_SLOTS):
         if name in metadata:
             texts = metadata[name].split(_ROWS)
-            if len(texts) == num_examples:
-                selected[name] = _ROWS.join(texts[example] for example in chosen)
-            else:  # an earlier version of kvcat: one hash of all documents
-                del selected[name]
+            selected[name] = _ROWS.join(texts[example] for example in chosen)
     return selected
 
 

@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from kvcat.attention import Head
 from kvcat.cache.codes import (
     HALF,
     KEY_GROUP,
-    Bits,
     Grid,
     PackedHead,
     check_dims,
@@ -22,6 +20,7 @@ from kvcat.cache.codes import (
     unpack,
     value_group,
 )
+from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, spans
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor, UInt8
@@ -61,40 +60,35 @@ class QuantizedLayer(Slots):
     value_codes: UInt8[Tensor, "packed value_bytes"]
     value_scales: Float[Tensor, "packed value_groups"]
     value_offsets: Float[Tensor, "packed value_groups"]
-    bits: Bits
+    bits: int
     key_group: int
     dtype: torch.dtype
     half_bias: Float[Tensor, " total_slots"] | None = None
 
     @staticmethod
     def of_heads(
-        heads: list[list[PackedHead]],
-        log_bias: list[list[Tensor]] | None,
-        bits: Bits,
-        dtype: torch.dtype,
-        group: int = KEY_GROUP,
+        heads: HeadGrid, bits: int, dtype: torch.dtype, group: int = KEY_GROUP
     ) -> "QuantizedLayer":
-        """A layer from its heads, per example and KV head.
+        """A layer from its heads, which have codes, per example and KV head.
 
         Raises:
             InputError: a first key or value, or a log-bias, beyond half precision.
         """
-        flat = [head for example in heads for head in example]
-        counts = [[len(head.key_codes) + 1 for head in example] for example in heads]
-        bias = None
-        if log_bias is not None:
-            bias = _bias_as_half(torch.cat([head for example in log_bias for head in example]))
+        flat = [head for of_example in heads for head in of_example]
+        codes = [head.codes for head in flat if isinstance(head.codes, PackedHead)]
+        biases = [head.log_bias for head in flat if head.log_bias is not None]
+        counts = [[len(head) for head in of_example] for of_example in heads]
         return QuantizedLayer(
             counts=torch.tensor(counts, dtype=torch.int32),
-            first_keys=_as_half(torch.stack([head.first_key for head in flat])),
-            first_values=_as_half(torch.stack([head.first_value for head in flat])),
-            key_codes=pack(torch.cat([head.key_codes for head in flat]), bits.keys),
-            key_scales=torch.cat([head.key_grid.scales for head in flat]),
-            key_offsets=torch.cat([head.key_grid.offsets for head in flat]),
-            value_codes=pack(torch.cat([head.value_codes for head in flat]), bits.values),
-            value_scales=torch.cat([head.value_grid.scales for head in flat]),
-            value_offsets=torch.cat([head.value_grid.offsets for head in flat]),
-            half_bias=bias,
+            first_keys=_as_half(torch.stack([head.first_key for head in codes])),
+            first_values=_as_half(torch.stack([head.first_value for head in codes])),
+            key_codes=pack(torch.cat([head.key_codes for head in codes]), bits),
+            key_scales=torch.cat([head.key_grid.scales for head in codes]),
+            key_offsets=torch.cat([head.key_grid.offsets for head in codes]),
+            value_codes=pack(torch.cat([head.value_codes for head in codes]), bits),
+            value_scales=torch.cat([head.value_grid.scales for head in codes]),
+            value_offsets=torch.cat([head.value_grid.offsets for head in codes]),
+            half_bias=_bias_as_half(torch.cat(biases)) if biases else None,
             bits=bits,
             key_group=group,
             dtype=dtype,
@@ -166,8 +160,8 @@ class QuantizedLayer(Slots):
         packed = spans([count - 1 for count in counts])
         return list(zip(packed, spans(num_groups), spans(counts), strict=True))
 
-    def head(self, example: int, head: int) -> Head:
-        """Unpacked keys, values and log-bias of one KV head of one example."""
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The unpacked slots of one KV head of one example, without positions."""
         index = example * self.counts.shape[1] + head
         packed, groups, slots = self._places[index]
         num_packed = packed.stop - packed.start
@@ -176,9 +170,9 @@ class QuantizedLayer(Slots):
         key_grid = Grid(self.key_scales[groups], self.key_offsets[groups])
         grid_of_slot = Grid(*(tensor[group_of_slot] for tensor in key_grid))
         precise = torch.promote_types(self.dtype, torch.float32)
-        keys = grid_of_slot.numbers(unpack(self.key_codes[packed], self.bits.keys), precise)
+        keys = grid_of_slot.numbers(unpack(self.key_codes[packed], self.bits), precise)
 
-        value_codes = unpack(self.value_codes[packed], self.bits.values)
+        value_codes = unpack(self.value_codes[packed], self.bits)
         by_group = value_codes.unflatten(-1, (self.value_scales.shape[1], -1))
         value_grid = Grid(
             self.value_scales[packed].unsqueeze(-1), self.value_offsets[packed].unsqueeze(-1)
@@ -187,20 +181,11 @@ class QuantizedLayer(Slots):
         all_keys = torch.cat([self.first_keys[index : index + 1].to(precise), keys])
         all_values = torch.cat([self.first_values[index : index + 1].to(precise), values])
         bias = None if self.half_bias is None else self.half_bias[slots].to(precise)
-        return _within(all_keys, self.dtype), _within(all_values, self.dtype), bias
+        return HeadSlots(_within(all_keys, self.dtype), _within(all_values, self.dtype), bias)
 
     def unpacked(self) -> Layer:
         """The layer in ordinary keys and values."""
-        keys: list[list[Tensor]] = []
-        values: list[list[Tensor]] = []
-        biases: list[list[Any]] = []
-        num_examples, num_heads = self.counts.shape
-        for example in range(num_examples):
-            heads = [self.head(example, head) for head in range(num_heads)]
-            keys.append([head_keys for head_keys, _, _ in heads])
-            values.append([head_values for _, head_values, _ in heads])
-            biases.append([bias for _, _, bias in heads])
-        return CompactLayer.ragged(keys, values, None if self.half_bias is None else biases)
+        return CompactLayer.of_heads(self.heads())
 
     def padded(self) -> CompactLayer:
         """All heads unpacked, with as many slots as the fullest; added slots have log-bias -inf."""
@@ -226,26 +211,22 @@ class QuantizedLayer(Slots):
         return replace(self, **selected, counts=self.counts[chosen])
 
 
-def quantized_layer(layer: CompactLayer | RaggedLayer, bits: Bits) -> QuantizedLayer:
+def quantized_layer(layer: CompactLayer | RaggedLayer, bits: int) -> QuantizedLayer:
     """A layer in few bits, every number rounded to the nearest code.
 
     Raises:
         InputError: channels that do not fill whole bytes, or numbers beyond half precision.
     """
     check_dims(layer.keys.shape[-1], layer.values.shape[-1], bits)
-    num_examples, num_heads = layer.counts.shape
-    heads: list[list[PackedHead]] = []
-    biases: list[list[Any]] = []
-    for example in range(num_examples):
-        states = [layer.head(example, head) for head in range(num_heads)]
-        heads.append([PackedHead.nearest(keys, values, bits) for keys, values, _ in states])
-        biases.append([bias for _, _, bias in states])
-    has_bias = layer.log_bias is not None
-    return QuantizedLayer.of_heads(heads, biases if has_bias else None, bits, layer.keys.dtype)
+    heads = [
+        [replace(head, codes=PackedHead.nearest(head.keys, head.values, bits)) for head in row]
+        for row in layer.heads()
+    ]
+    return QuantizedLayer.of_heads(heads, bits, layer.keys.dtype)
 
 
 def quantized_problem(
-    tensors: dict[str, Tensor], bits: Bits, key_group: int, num_tokens: int
+    tensors: dict[str, Tensor], bits: int, key_group: int, num_tokens: int
 ) -> str | None:
     """What is wrong with the tensors of a layer in few bits; None if nothing is."""
     missing = set(QUANTIZED_TENSORS) - {"half_bias"} - set(tensors)
@@ -269,7 +250,7 @@ def quantized_problem(
     return None
 
 
-def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str, tuple[int, ...]]:
+def _shapes(tensors: dict[str, Tensor], bits: int, key_group: int) -> dict[str, tuple[int, ...]]:
     """Shapes of a layer's tensors, from its counts and its first slots."""
     counts = tensors["counts"].flatten().tolist()
     num_heads = len(counts)
@@ -281,8 +262,8 @@ def _shapes(tensors: dict[str, Tensor], bits: Bits, key_group: int) -> dict[str,
     return {
         "first_keys": (num_heads, head_dim),
         "first_values": (num_heads, value_dim),
-        "key_codes": (num_packed, head_dim * bits.keys // 8),
-        "value_codes": (num_packed, value_dim * bits.values // 8),
+        "key_codes": (num_packed, head_dim * bits // 8),
+        "value_codes": (num_packed, value_dim * bits // 8),
         "key_scales": (num_groups, head_dim),
         "key_offsets": (num_groups, head_dim),
         "value_scales": (num_packed, num_value_groups),

@@ -8,13 +8,15 @@ from numbers import Integral
 from typing import Any
 
 import torch
+from torch import nn
 
-from kvcat.attention import Head
+from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.errors import InputError
 from kvcat.types import Bool, Float, Int, Tensor
 
 Rows = Int[Tensor, " rows"] | list[int] | slice
 _COUNTED = ("keys", "values", "log_bias")
+_OF_SLOTS = (*_COUNTED, "positions")
 
 
 def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
@@ -55,6 +57,18 @@ class Slots:
     """The base class of all kinds of layers."""
 
     counts: Int[Tensor, "batch kv_heads"]
+
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example."""
+        raise NotImplementedError
+
+    def heads(self) -> HeadGrid:
+        """The slots of all heads, per example and KV head."""
+        num_examples, num_heads = self.counts.shape
+        return [
+            [self.head(example, head) for head in range(num_heads)]
+            for example in range(num_examples)
+        ]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are not None, by field name."""
@@ -127,14 +141,58 @@ class CompactLayer(Slots):
         """Slots of every head."""
         return torch.full(self.keys.shape[:2], self.keys.shape[2])
 
-    def head(self, example: int, head: int) -> Head:
-        """Keys, values and log-bias of one KV head of one example."""
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example."""
         bias = None if self.log_bias is None else self.log_bias[example, head]
-        return self.keys[example, head], self.values[example, head], bias
+        positions = None if self.positions is None else self.positions[example, head]
+        return HeadSlots(self.keys[example, head], self.values[example, head], bias, positions)
 
     def padded(self) -> "CompactLayer":
         """The layer itself."""
         return self
+
+    def exists(self) -> Bool[Tensor, "batch kv_heads slots"]:
+        """Which slots are no padding: a log-bias of -inf hides a slot from every query."""
+        if self.log_bias is None:
+            shape = self.keys.shape[:3]
+            return torch.ones(1, dtype=torch.bool, device=self.keys.device).expand(shape)
+        return self.log_bias > -torch.inf
+
+    def present_counts(self) -> Int[Tensor, "batch kv_heads"]:
+        """The number of slots of every head that are no padding; on the CPU."""
+        return self.exists().sum(-1).cpu()
+
+    def present_head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example, without padding."""
+        slots = self.head(example, head)
+        if slots.log_bias is None:
+            return slots
+        exists = slots.log_bias > -torch.inf
+        return slots if bool(exists.all()) else slots.kept(exists)
+
+    def ranks(self) -> Int[Tensor, "batch kv_heads slots"]:
+        """The index of each slot within its head; -1 for padding."""
+        exists = self.exists()
+        return (exists.cumsum(-1) - 1).masked_fill(~exists, -1)
+
+    def at(self, slots: Int[Tensor, " chosen"]) -> "CompactLayer":
+        """The chosen slots, the same in every head."""
+        tensors = {
+            name: x.index_select(2, slots.to(x.device)) for name, x in self.tensors().items()
+        }
+        return CompactLayer(**tensors)
+
+    def extended(
+        self,
+        keys: Float[Tensor, "batch kv_heads new head_dim"],
+        values: Float[Tensor, "batch kv_heads new value_dim"],
+    ) -> "CompactLayer":
+        """The slots, and behind them one for each of some tokens; positions are not known."""
+        bias = self.log_bias
+        if bias is not None:
+            bias = nn.functional.pad(bias, (0, keys.shape[2]))
+        all_keys = torch.cat([self.keys, keys], dim=2)
+        return CompactLayer(all_keys, torch.cat([self.values, values], dim=2), bias)
 
     def without_absent(self) -> "Layer":
         """The layer without slots of log-bias -inf, which no query sees; undoes ``padded``."""
@@ -153,25 +211,17 @@ class CompactLayer(Slots):
         return CompactLayer(**{name: tensor[rows] for name, tensor in self.tensors().items()})
 
     @staticmethod
-    def ragged(
-        keys: list[list[Tensor]],
-        values: list[list[Tensor]],
-        log_bias: list[list[Tensor]] | None = None,
-        positions: list[list[Tensor]] | None = None,
-    ) -> "Layer":
-        """A layer from single heads; ragged if they hold different numbers of slots.
+    def of_heads(heads: HeadGrid) -> "Layer":
+        """A layer from its heads; ragged if they hold different numbers of slots.
 
         Args:
-            keys: per example and KV head, keys after rotation (slots, head_dim), at least one slot.
-            values, log_bias, positions: likewise; None: no log-bias, positions that are not known.
+            heads: per example and KV head, at least one slot each. If one of them has a log-bias,
+                that of the others is 0; the layer has positions if all heads have.
         """
-        states = {"keys": keys, "values": values, "log_bias": log_bias, "positions": positions}
-        flat = {}
-        for name, examples in states.items():
-            if examples is not None:
-                flat[name] = torch.cat([head for heads in examples for head in heads])
-        counts = torch.tensor([[len(head) for head in heads] for heads in keys])
-        return _layer(flat, counts)
+        flat = HeadSlots.joined([head for of_example in heads for head in of_example])
+        tensors = {name: getattr(flat, name) for name in _OF_SLOTS}
+        counts = torch.tensor([[len(head) for head in of_example] for of_example in heads])
+        return _layer({name: x for name, x in tensors.items() if x is not None}, counts)
 
 
 @dataclass(frozen=True)
@@ -207,14 +257,16 @@ class RaggedLayer(Slots):
         return self.keys.device
 
     @cached_property
-    def _heads(self) -> list[slice]:
+    def _places(self) -> list[slice]:
+        """The slots of every head, example by example."""
         return list(spans(self.counts.flatten().tolist()))
 
-    def head(self, example: int, head: int) -> Head:
-        """Keys, values and log-bias of one KV head of one example."""
-        slots = self._heads[example * self.counts.shape[1] + head]
+    def head(self, example: int, head: int) -> HeadSlots:
+        """The slots of one KV head of one example."""
+        slots = self._places[example * self.counts.shape[1] + head]
         bias = None if self.log_bias is None else self.log_bias[slots]
-        return self.keys[slots], self.values[slots], bias
+        positions = None if self.positions is None else self.positions[slots]
+        return HeadSlots(self.keys[slots], self.values[slots], bias, positions)
 
     def padded(self) -> CompactLayer:
         """All heads with as many slots as the fullest; added slots have log-bias -inf."""

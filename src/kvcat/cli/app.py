@@ -40,10 +40,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "Build the motivating example and compute its exact optimum.",
     ),
     "theory theorem": ("cli.theory.theorem", "Verify the main theorem for any function."),
-    "theory errata": (
-        "cli.theory.errata",
-        "Show the paper's statements that are wrong or loose as printed.",
-    ),
 }
 """The function of each command except ``eval``, and one line about it for the overview.
 

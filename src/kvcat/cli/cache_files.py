@@ -191,8 +191,7 @@ def _numbers(cache: "CompactCache") -> str:
     """How a cache holds its numbers: their type, or the bits of their codes."""
     if cache.bits is None:
         return str(cache.dtype)
-    keys, values = cache.bits
-    return f"keys in {keys} bits and values in {values}, unpacked to {cache.dtype}"
+    return f"keys and values in {cache.bits} bits, unpacked to {cache.dtype}"
 
 
 def info(file: opt.Several[str], /, id: opt.Unset[str] = None) -> None:
@@ -291,10 +290,10 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
     key_channels = []
     value_channels = []
     for layer in cache.layers:  # which may have different numbers of heads and channels
-        keys, values, _ = layer.head(0, 0)
-        key_channels.append(keys.shape[-1])
-        value_channels.append(values.shape[-1])
-        num_channels = keys.shape[-1] + values.shape[-1]
+        first = layer.head(0, 0)
+        key_channels.append(first.keys.shape[-1])
+        value_channels.append(first.values.shape[-1])
+        num_channels = first.keys.shape[-1] + first.values.shape[-1]
         dense_bytes += layer.counts.numel() * num_tokens * num_channels * item_size
     dense_bytes += sum(state.nbytes for state in cache.states.values())
     settings = dict(cache.metadata)

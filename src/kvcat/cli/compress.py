@@ -28,12 +28,10 @@ def compress(
     keep: opt.Unset[opt.Fraction] = None,
     slots: opt.Unset[opt.Count] = None,
     max_kl: opt.Unset[opt.Nats] = None,
-    bytes: opt.Unset[opt.Count] = None,
     mb: opt.Unset[opt.Megabytes] = None,
     bits: opt.CacheBits = "auto",
     supervision: opt.Supervision = "reconstruction",
     chat: bool = False,
-    allow_special: opt.AllowSpecial = False,
     room: opt.Unset[opt.Count] = None,
     protect: opt.Unset[opt.Protect] = None,
     protect_text: opt.Unset[Path] = None,
@@ -73,11 +71,10 @@ def compress(
         keep: Fraction of the KV slots to KEEP, in (0, 1]; 0.1 if no size is given.
         slots: Instead of --keep: number of slots per layer and head.
         max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
-        bytes: Instead of --keep: largest size of keys, values, scales and log-bias; chooses slots
-            and, unless --bits is given, bits.
-        mb: As --bytes, in millions of bytes.
-        bits: Bits of keys and values; 8/4: keys in 8, values in 4; 16: the type of the model; auto:
-            16 or, with --bytes and --mb, as few as are best for that size.
+        mb: Instead of --keep: largest size of keys, values, scales and log-bias in millions of
+            bytes; chooses slots and, unless --bits is given, bits.
+        bits: Bits of keys and values; 16: the type of the model; auto: 16 or, with --mb, as few as
+            are best for that size.
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
             depend on the length (LongRoPE), or with sliding windows, need it.
@@ -105,7 +102,6 @@ def compress(
             bits=bits,
             unsupported={
                 "--max-kl": max_kl,
-                "--bytes": bytes,
                 "--mb": mb,
                 "--overwrite": overwrite or None,
                 "--protect": protect,
@@ -113,7 +109,6 @@ def compress(
             },
             supervision=supervision,
             chat=chat,
-            allow_special=allow_special,
             room=room,
             seed=seed,
             device=device,
@@ -147,12 +142,10 @@ def compress(
         keep=keep,
         slots=slots,
         max_kl=max_kl,
-        bytes=bytes,
         mb=mb,
         bits=bits,
         supervision=supervision,
         chat=chat,
-        allow_special=allow_special,
         room=room,
         protect=protect,
         protect_text=protect_text,
@@ -172,12 +165,10 @@ def _compress_text(
     keep: float | None,
     slots: int | None,
     max_kl: float | None,
-    bytes: int | None,
     mb: float | None,
     bits: str,
     supervision: str,
     chat: bool,
-    allow_special: bool,
     room: int | None,
     protect: str | None,
     protect_text: Path | None,
@@ -187,10 +178,10 @@ def _compress_text(
     dtype: str,
 ) -> None:
     """Write the cache of one document."""
-    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, bytes, mb))
+    num_budgets = sum(budget is not None for budget in (keep, slots, max_kl, mb))
     if num_budgets > 1:
-        raise InputError("give one of --keep, --slots, --max-kl, --bytes and --mb")
-    num_bytes = bytes if mb is None else int(mb * 1e6)
+        raise InputError("give one of --keep, --slots, --max-kl and --mb")
+    num_bytes = None if mb is None else int(mb * 1e6)
     keep_ratio = keep if num_budgets else 0.1
     document = _read_text(text)
     passages = _passages(protect_text, document)
@@ -206,6 +197,8 @@ def _compress_text(
         options["bits"] = bits
     if has_protection and "bits" in options:
         raise InputError(f"protected slots are exact, not in {options['bits']} bits")
+    if has_protection and name.startswith("kvpress:"):
+        raise InputError(f"{name} protects no slots: leave out --protect and --protect-text")
     learner = "--max-kl" if max_kl is not None else name
     if supervision == "self" and learner in ("gradient", "--max-kl"):
         raise InputError(
@@ -217,7 +210,6 @@ def _compress_text(
 
     import kvcat
     from kvcat.compress import (
-        Quantized,
         protected_ranges,
         protecting,
         reconstruction,
@@ -232,7 +224,7 @@ def _compress_text(
     compressor = seeded_compressor(name, options, seed)
     config = read_config(model)
     tokenizer = load_tokenizer(model)
-    sequence = reconstruction(tokenizer, document, chat=chat, allow_special=allow_special)
+    sequence = reconstruction(tokenizer, document, chat=chat)
     check_length(config, sequence, supervision)
     ranges = protected_ranges(
         tokenizer,
@@ -240,30 +232,25 @@ def _compress_text(
         system=protect == "system",
         passages=passages,
         chat=chat,
-        allow_special=allow_special,
     )
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
     trace = sequence_trace(loaded, sequence, supervision=supervision, room=room)
     trace = protecting(trace, ranges)
-    is_quantized = isinstance(compressor, Quantized)
-    cache_bits = compressor.bits if is_quantized else None
-    compressor = compressor.method if is_quantized else compressor
     if num_bytes is not None:
         keep_ratio = None
-        is_chosen = bits == "16" or cache_bits or has_protection
-        choices = [cache_bits] if is_chosen else None
+        is_chosen = bits == "16" or compressor.bits or has_protection
+        choices = [compressor.bits] if is_chosen else None
         slots, cache_bits = slots_and_bits(trace, num_bytes, choices)
-    quantizing = compressor if cache_bits is None else Quantized(compressor, cache_bits)
-    command = (model, document, method, keep_ratio, slots, seed, chat, allow_special, room, dtype)
+        compressor = compressor if cache_bits is None else compressor.in_bits(cache_bits)
+    command = (model, document, method, keep_ratio, slots, seed, chat, room, dtype)
     protected = (trace.protected,) if trace.protected else ()
     state = _state_file(output, (*command, *protected))
     if max_kl is not None:
-        cache = _smallest_cache(trace, quantizing, max_kl)
+        cache = _smallest_cache(trace, compressor, max_kl)
     elif isinstance(compressor, kvcat.GradientCompression) and compressor.num_steps:
         cache = _trained_cache(trace, compressor, keep_ratio, slots, state)
-        cache = cache if cache_bits is None else cache.quantize(cache_bits)
     else:
-        cache = quantizing(trace, keep_ratio=keep_ratio, num_slots=slots)
+        cache = compressor(trace, keep_ratio=keep_ratio, num_slots=slots)
     if num_bytes is not None and cache.nbytes > num_bytes:
         raise InputError(f"{method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer")
     cache.save(output)

@@ -2,8 +2,6 @@
 
 import os
 import re
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +29,7 @@ def run_evaluation(options: "Evaluation") -> None:
     labels = _find_models(options.models)
     process = int(os.environ.get("RANK", 0))
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    if options.ray is None and options.workers is not None:
-        raise InputError("--workers needs --ray")
-    if options.ray is not None and num_processes > 1:
-        raise InputError("WORLD_SIZE is set: use --ray or torchrun, not both")
-
-    if options.ray is not None:
-        folders = _run_on_ray(options)
-    else:
-        folders = _run_shard(options, (process, num_processes))
+    folders = _run_shard(options, (process, num_processes))
     if num_processes > 1:
         names = " ".join(map(str, folders))
         done = f"shard {process} of {num_processes} is done"
@@ -56,20 +46,6 @@ def run_evaluation(options: "Evaluation") -> None:
         _print_report(folders, options.out / "report")
     else:
         _print_table(table, options.out)
-
-
-def _run_on_ray(options: "Evaluation") -> list[Path]:
-    """Run all shards on a Ray cluster; the results folders."""
-    from kvcat.evals.ray_shards import run_shards
-
-    tasks = _checked_tasks(options)
-    run_shards(
-        partial(_run_shard, replace(options, ray=None, workers=None)),
-        address=str(options.ray),
-        workers=options.workers,
-        device=options.device,
-    )
-    return list(tasks)
 
 
 def _run_shard(options: "Evaluation", shard: "Shard") -> list[Path]:

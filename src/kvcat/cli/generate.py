@@ -24,7 +24,6 @@ def generate(
     top_p: opt.Fraction = 1.0,
     stop: opt.Strings = (),
     json: bool = False,
-    allow_special: opt.AllowSpecial = False,
     packed: bool = False,
     seam_tokens: opt.SeamTokens = SEAM_TOKENS,
     seed: opt.Seed = 0,
@@ -76,10 +75,7 @@ def generate(
     )
     if packed and compact.bits is None:
         raise InputError(f"--packed: {files[0] if files else id} is not in 8 or 4 bits")
-    questions = [
-        question_ids(tokenizer, text, cache=compact, allow_special=allow_special)
-        for text in prompts
-    ]
+    questions = [question_ids(tokenizer, text, cache=compact) for text in prompts]
     num_answer_tokens = [answer_length(loaded, compact, ids, max_new_tokens) for ids in questions]
     ignored = left_out(loaded, sampling=temperature > 0)
     if ignored:

@@ -12,7 +12,6 @@ from tyro import _errors as events  # the hook for parse errors; tyro is pinned 
 
 from kvcat.errors import InputError
 from kvcat.option_types import (
-    AllowSpecial,
     Bos,
     CacheBits,
     Count,
@@ -42,7 +41,6 @@ from kvcat.option_types import (
 )
 
 __all__ = [
-    "AllowSpecial",
     "Bos",
     "CacheBits",
     "Count",

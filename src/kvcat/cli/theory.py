@@ -1,7 +1,6 @@
-"""The commands ``kvcat theory histogram``, ``theorem`` and ``errata``."""
+"""The commands ``kvcat theory histogram`` and ``theorem``."""
 
 import math
-import textwrap
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ from kvcat.theory.definitions import (
     compressibility,
     random_function,
 )
-from kvcat.theory.errata import find_errata
 from kvcat.theory.histogram import (
     check_histogram,
     compressible_histogram,
@@ -44,24 +42,6 @@ _STYLE: dict[Any, Any] = {
     "grid.alpha": 0.25,
 }
 _MARKERS = ("o", "s", "^")
-
-
-def errata() -> None:
-    """Show the paper's statements that are wrong or loose as printed, and correct ones.
-
-    Example: kvcat theory errata
-    """
-    for erratum in find_errata():
-        print(erratum.place)
-        lines = {
-            "printed": erratum.printed,
-            "shown": erratum.shown,
-            "instead": erratum.instead,
-        }
-        for name, text in lines.items():
-            indented = " " * 11
-            first = f"  {name:8s} "
-            print(textwrap.fill(text, 100, initial_indent=first, subsequent_indent=indented))
 
 
 def histogram(

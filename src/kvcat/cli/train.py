@@ -167,9 +167,7 @@ def _defaults(recipe: "Recipe", overrides: dict[str, Any]) -> "TrainConfig":
 
 def demo(
     quick: bool = False,
-    full: bool = False,
     out: opt.Unset[Path] = None,
-    from_scratch: bool = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
 ) -> None:
@@ -185,24 +183,13 @@ def demo(
 
     Args:
         quick: Take less than a minute on two idle cores; too short to judge training.
-        full: Take about an hour, with 25 times the training tokens and more windows and methods.
-        out: Folder to write; by default out/demo, out/demo-quick or out/demo-full.
-        from_scratch: Pretrain the base first, which needs hours on two cores.
+        out: Folder to write; by default out/demo or out/demo-quick.
     """
-    if quick and full:
-        raise InputError("--quick and --full exclude each other")
-    from kvcat.recipes.demo import FULL, QUICK, STANDARD, run_demo
+    from kvcat.recipes.demo import QUICK, STANDARD, run_demo
 
-    if quick:
-        plan = QUICK
-        folder = Path("out/demo-quick")
-    elif full:
-        plan = FULL
-        folder = Path("out/demo-full")
-    else:
-        plan = STANDARD
-        folder = Path("out/demo")
-    run_demo(plan, out or folder, seed=seed, device=device, from_scratch=from_scratch)
+    plan = QUICK if quick else STANDARD
+    folder = Path("out/demo-quick" if quick else "out/demo")
+    run_demo(plan, out or folder, seed=seed, device=device)
 
 
 def prepare(

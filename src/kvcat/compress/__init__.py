@@ -26,8 +26,8 @@ from kvcat.compress.kvpress import KVPress
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
 from kvcat.compress.methods.refined import RefinedMatching
-from kvcat.compress.protection import protecting
-from kvcat.compress.quantized import Quantized, slots_and_bits
+from kvcat.compress.prefix import Prefix, protecting
+from kvcat.compress.quantized import slots_and_bits
 from kvcat.compress.registry import (
     COMPRESSORS,
     compressor_names,
@@ -52,7 +52,7 @@ __all__ = [
     "Eviction",
     "GradientCompression",
     "KVPress",
-    "Quantized",
+    "Prefix",
     "Reconstruction",
     "RefinedMatching",
     "Scorer",

@@ -1,27 +1,32 @@
 """The base classes of compressors and eviction scorers, and the helpers that they share."""
 
+import copy
 import hashlib
 import importlib
 import math
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
 from kvcat.attention.mass import attention_mass
-from kvcat.cache import Bits, CompactCache, CompactLayer, Layer, QuantizedLayer, slot_facts
-from kvcat.compress.key_order import order_by_importance
-from kvcat.compress.protection import (
-    behind_protected,
-    check_protected,
-    check_room,
-    protected_layer,
-    protecting,
+from kvcat.cache import (
+    CompactCache,
+    CompactLayer,
+    HeadGrid,
+    Layer,
+    PackedHead,
+    QuantizedLayer,
+    check_dims,
+    first_slots,
+    parse_bits,
+    slot_facts,
 )
-from kvcat.compress.ranges import Range
+from kvcat.compress.prefix import Prefix, protected_layers, protecting
+from kvcat.compress.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import model_name
@@ -34,13 +39,71 @@ Scores = list[Float[Tensor, "batch _ _"]]
 class Compressor(ABC):
     """Base class of compressors, which make compact caches from traces.
 
-    A subclass is a frozen dataclass whose fields are its options.
+    A subclass is a frozen dataclass whose fields are its options. It defines ``fit``, and
+    ``Compressor`` does the rest for every method:
+
+    1. a size is checked, and turned into a number of slots (``slots_for``);
+    2. protected slots are taken out of the prefix and of the size (``Prefix``);
+    3. ``fit`` gives the layers of the slots that are kept, for sizes between none and all;
+    4. protected slots are put back before them;
+    5. with ``bits`` the slots are quantised;
+    6. what came out is checked, and described (``facts``).
+
+    Args:
+        bits: 8 or 4: keys and values become packed codes with that number of bits. None: they stay
+            in the model's number type.
     """
+
+    bits: int | None = field(default=None, kw_only=True)
+
+    needs_all_queries: ClassVar[bool] = False
+    """Whether the method reads the queries of all tokens of the prefix, so that it cannot compress
+    what is compact already."""
+    needs_predictions: ClassVar[bool] = False
+    """Whether the method learns from the model's predictions after the prefix."""
+
+    @property
+    def name(self) -> str:
+        """The method's name in the metadata of caches: that of the file which defines it."""
+        file = type(self).__module__.rpartition(".")[2]
+        return file.strip("_").replace("_", "-")
 
     @property
     def draws(self) -> bool:
         """Whether the compressor is randomised: its result depends on an option ``seed``."""
         return False
+
+    @property
+    def last_step(self) -> int | None:
+        """The step of the last snapshot; None for a method without steps."""
+        return None
+
+    @abstractmethod
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The slots that are kept, one layer for each of the prefix's, for several sizes.
+
+        Args:
+            prefix: what is compressed, without protected slots.
+            sizes: slots per layer and head, on average, each between 0 and ``prefix.max_slots``;
+                work that they share is done once.
+        """
+
+    def fit_codes(
+        self, prefix: Prefix, sizes: Sequence[int], bits: int
+    ) -> Iterator[Sequence[HeadGrid]]:
+        """As ``fit``, quantised: the heads of every layer, with their codes.
+
+        Here every number is rounded to the nearest code at the end; a method that knows the codes
+        before it fits overrides this. A size may be ``prefix.max_slots``.
+        """
+        fitted = self.fit(prefix, [size for size in sizes if size < prefix.max_slots])
+        for size in sizes:
+            layers = next(fitted) if size < prefix.max_slots else prefix.layers
+            yield [_with_codes(layer, bits) for layer in layers]
+
+    def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
+        """Options and other facts about the method, for the metadata of caches."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "bits"}
 
     def __call__(
         self,
@@ -58,26 +121,15 @@ class Compressor(ABC):
                 prefix_len) slots; 1 returns the dense cache.
             num_slots: average number of slots per layer and head, in [1, prefix_len].
             protect: ranges (first, end) of tokens whose slots stay exact, and come first, in every
-                head and layer; they count among the slots (``protection``). For other calls,
-                ``protecting(trace, ranges)`` is a trace that has them.
+                head and layer; they count among the slots. For other calls, ``protecting(trace,
+                ranges)`` is a trace that has them.
 
         Raises:
             InputError: keep_ratio or num_slots is out of range or below the number of protected
                 tokens, a range is not in the prefix, or the method cannot compress the trace.
         """
         trace = protecting(trace, protect)
-        slots = checked_slots(trace, keep_ratio, num_slots)
-        if is_between(trace, slots):
-            return next(self.compress(trace, [slots]))
-        return self._at_an_end(trace, slots)
-
-    def _at_an_end(self, trace: Trace, slots: int) -> CompactCache:
-        """The cache of all slots, or of the protected ones alone."""
-        return self.full(trace) if slots >= trace.max_slots else protected_alone(trace)
-
-    def full(self, trace: Trace) -> CompactCache:
-        """The cache with all slots: the dense one."""
-        return trace.dense_cache()
+        return next(self.caches(trace, [self.slots_of(trace, keep_ratio, num_slots)]))
 
     def each(self, trace: Trace, keep_ratios: Sequence[float | int]) -> Iterator[CompactCache]:
         """The compact caches for several keep ratios, in their order.
@@ -87,15 +139,8 @@ class Compressor(ABC):
         Raises:
             InputError: as a plain call.
         """
-        sizes = [checked_slots(trace, keep_ratio, None) for keep_ratio in keep_ratios]
-        caches = self.compress(trace, [slots for slots in sizes if is_between(trace, slots)])
-        for slots in sizes:
-            yield next(caches) if is_between(trace, slots) else self._at_an_end(trace, slots)
-
-    @property
-    def last_step(self) -> int | None:
-        """The step of the last snapshot; None for a method without steps."""
-        return None
+        sizes = [self.slots_of(trace, keep_ratio, None) for keep_ratio in keep_ratios]
+        return self.caches(trace, sizes)
 
     def snapshots(
         self, trace: Trace, *, keep_ratio: float | int | None = None, num_slots: int | None = None
@@ -116,27 +161,75 @@ class Compressor(ABC):
 
         Work that they share is done once.
         """
-        for cache in self.each(trace, keep_ratios):
-            yield iter([(None, cache)])
+        if self.last_step is None:
+            for cache in self.each(trace, keep_ratios):
+                yield iter([(None, cache)])
+            return
+        for keep_ratio in keep_ratios:
+            yield self.snapshots(trace, keep_ratio=keep_ratio)
 
-    @abstractmethod
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches for several numbers of slots, in their order."""
-
-    def compress_quantized(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits
-    ) -> Iterator[CompactCache]:
-        """The compact caches in few bits; here every number is rounded at the end.
-
-        Args:
-            trace: of the prefix.
-            sizes: numbers of slots, each at most those of the prefix.
-            bits: of keys and values.
-        """
-        caches = self.compress(trace, [size for size in sizes if size < trace.max_slots])
+    def caches(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
+        """The compact caches for several numbers of slots of ``slots_of``, in their order."""
+        if self.bits is not None:
+            yield from self._quantized_caches(trace, sizes, self.bits)
+            return
+        between = [size for size in sizes if is_between(trace, size)]
+        fitted: Iterator[Sequence[Layer]] = iter(())
+        prefix = None
+        if between:
+            prefix = Prefix.of(trace)
+            fitted = self.fit(prefix, [size - prefix.num_protected for size in between])
         for size in sizes:
-            cache = next(caches) if size < trace.max_slots else trace.dense_cache()
-            yield cache.quantize(bits)
+            if prefix is not None and is_between(trace, size):
+                layers = prefix.whole_layers(next(fitted))
+                yield compact_cache(trace, layers, self.name, self.facts(prefix))
+            else:
+                yield at_an_end(trace, size)
+
+    def slots_of(self, trace: Trace, keep_ratio: float | int | None, num_slots: int | None) -> int:
+        """The number of slots to keep of a trace, as ``slots_for``.
+
+        Raises:
+            InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``;
+                or ``torch.autocast`` is on.
+        """
+        check_no_autocast(trace.hidden.device)
+        slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
+        num_protected = num_positions(trace.protected)
+        if slots < num_protected:
+            raise InputError(
+                f"{slots} slots are fewer than the {num_protected} protected ones "
+                f"(tokens {range_text(trace.protected)}): keep more, or protect fewer"
+            )
+        if self.bits is not None:
+            parse_bits(self.bits)
+            if trace.protected:
+                raise InputError(
+                    f"protected slots are exact, not in {self.bits} bits: leave out bits"
+                )
+        return slots
+
+    def in_bits(self, bits: int | str) -> "Compressor":
+        """The same method whose caches are quantised.
+
+        Raises:
+            InputError: neither 8 nor 4.
+        """
+        quantized = copy.copy(self)
+        object.__setattr__(quantized, "bits", parse_bits(bits))
+        return quantized
+
+    def _quantized_caches(
+        self, trace: Trace, sizes: Sequence[int], bits: int
+    ) -> Iterator[CompactCache]:
+        prefix = Prefix.of(trace)
+        first = prefix.layers[0]
+        check_dims(first.keys.shape[-1], first.values.shape[-1], bits)
+        sizes = [min(size, prefix.max_slots) for size in sizes]
+        for grids in self.fit_codes(prefix, sizes, bits):
+            layers = [QuantizedLayer.of_heads(grid, bits, first.keys.dtype) for grid in grids]
+            facts = {**self.facts(prefix), "bits": bits, **first_slots(grids)}
+            yield compact_cache(trace, layers, self.name, facts)
 
 
 @dataclass(frozen=True)
@@ -145,6 +238,9 @@ class Scorer(ABC):
 
     A subclass is a frozen dataclass whose fields are its options.
     """
+
+    needs_all_queries: ClassVar[bool] = False
+    """As in ``Compressor``: true for a scorer that asks for ``Trace.prefix_queries_from``."""
 
     @abstractmethod
     def measure(self, trace: Trace) -> Scores:
@@ -178,27 +274,16 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
     return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
 
 
-def checked_slots(trace: Trace, keep_ratio: float | int | None, num_slots: int | None) -> int:
-    """The number of slots to keep of a trace, as ``slots_for``.
-
-    Raises:
-        InputError: as ``slots_for``, fewer than are protected, or ``torch.autocast`` is on.
-    """
-    check_no_autocast(trace.keys[0].device)
-    slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-    check_room(trace, slots)
-    return slots
-
-
 def is_between(trace: Trace, num_slots: int) -> bool:
     """Whether a cache has to be made: not of all slots, nor of the protected ones alone."""
-    return trace.num_protected < num_slots < trace.max_slots
+    return num_positions(trace.protected) < num_slots < trace.max_slots
 
 
-def protected_alone(trace: Trace) -> CompactCache:
-    """The cache that holds only the protected slots."""
-    layers = [protected_layer(trace, index) for index in range(len(trace.keys))]
-    return compact_cache(trace, layers, "protected", {})
+def at_an_end(trace: Trace, num_slots: int) -> CompactCache:
+    """The cache of all slots, or of the protected ones alone."""
+    if num_slots >= trace.max_slots:
+        return trace.dense_cache()
+    return compact_cache(trace, protected_layers(trace), "protected", {})
 
 
 def compact_cache(
@@ -211,11 +296,10 @@ def compact_cache(
 
     Raises:
         InputError: keys, values or log-bias are not finite, because a low-precision type
-            overflowed; or the first slots are not the protected ones.
+            overflowed.
     """
     _check_finite(layers, method, options)
     cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, states=trace.states)
-    check_protected(trace, cache, method)
     facts = {
         "method": method,
         **slot_facts(cache),
@@ -225,6 +309,14 @@ def compact_cache(
         **trace.facts(),
     }
     return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
+
+
+def _with_codes(layer: Layer, bits: int) -> HeadGrid:
+    """The heads of a layer, every number rounded to the nearest code."""
+    return [
+        [replace(head, codes=PackedHead.nearest(head.keys, head.values, bits)) for head in row]
+        for row in layer.heads()
+    ]
 
 
 def _check_finite(
@@ -249,25 +341,21 @@ def _check_finite(
 
 
 def best_layer(
-    trace: Trace, index: int, scores: Float[Tensor, "batch kv_heads prefix"], num_slots: int
+    slots: CompactLayer, scores: Float[Tensor, "batch kv_heads slots"], num_slots: int
 ) -> Layer:
-    """The slots with the highest scores in one layer, unchanged; the protected ones come first.
+    """The slots of a layer with the highest scores, unchanged, without padding.
 
     Among equal scores, the earlier slot is kept.
     """
-    if trace.protected:
-        other_scores = scores.index_select(2, trace.other_slots(index))
-        num_others = num_slots - trace.num_protected
-        others = best_layer(trace.unprotected, index, other_scores, num_others)
-        return behind_protected(trace, index, others)
-    slots = top_positions(scores.masked_fill(trace.ranks(index) < 0, -torch.inf), num_slots)
-    bias = None if trace.log_bias is None else trace.log_bias[index].gather(2, slots)
-    rows = slots.unsqueeze(-1)
+    chosen = top_positions(scores.masked_fill(slots.ranks() < 0, -torch.inf), num_slots)
+    rows = chosen.unsqueeze(-1)
     keys, values = (
-        x[index].gather(2, rows.expand(-1, -1, -1, x[index].shape[-1]))
-        for x in (trace.keys, trace.values)
+        states.gather(2, rows.expand(-1, -1, -1, states.shape[-1]))
+        for states in (slots.keys, slots.values)
     )
-    return CompactLayer(keys, values, bias, None if trace.past_len else slots).without_absent()
+    bias = None if slots.log_bias is None else slots.log_bias.gather(2, chosen)
+    positions = None if slots.positions is None else slots.positions.gather(2, chosen)
+    return CompactLayer(keys, values, bias, positions).without_absent()
 
 
 def top_positions(
@@ -277,7 +365,8 @@ def top_positions(
 
     Among equal scores, the earlier position is chosen.
     """
-    return order_by_importance(scores)[..., :num_slots].sort(dim=-1).values
+    order = scores.sort(dim=-1, descending=True, stable=True).indices
+    return order[..., :num_slots].sort(dim=-1).values
 
 
 @torch.no_grad()

@@ -9,7 +9,6 @@ from torch.nn.functional import pad
 
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
 from kvcat.compress.heads import HeadIndex, Heads
-from kvcat.compress.key_order import KeysByResidual
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
@@ -24,10 +23,7 @@ Curve = dict[int, float]
 
 
 def attention_and_curves(
-    heads: Heads,
-    groups: Iterable[list[HeadIndex]],
-    sizes: Collection[int],
-    keys_by: KeysByResidual | None = None,
+    heads: Heads, groups: Iterable[list[HeadIndex]], sizes: Collection[int]
 ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
     """Every head's attention over the prefix, and its error by number of slots.
 
@@ -37,22 +33,21 @@ def attention_and_curves(
         heads: with the queries to fit to.
         groups: of ``heads.groups_for_scores``.
         sizes: numbers of slots; with none there are no curves.
-        keys_by: how each head's slots are ordered; None: by importance.
     """
-    trace = heads.trace
+    trace = heads.prefix.trace
     dense: dict[HeadIndex, DenseAttention] = {}
     curves: dict[HeadIndex, Curve] = {}
     kv_heads = [keys.shape[1] for keys in trace.keys]
     gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
     for group in groups:
         batch = heads.load(group)
-        attention = dense_attention(batch, keys_by)
+        attention = dense_attention(batch)
         dense.update(zip(group, attention.split(), strict=True))
         if not sizes:
             continue
         group_curves = error_curves(batch, attention, sizes, CURVE_RIDGE)
         for (layer, example, head), curve in zip(group, group_curves, strict=True):
-            gain = gains[layer][head].item() / trace.stream[layer][example].item()
+            gain = gains[layer][head].item() / trace.layers[layer].stream[example].item()
             scaled = {size: gain * error for size, error in curve.items()}
             curves[layer, example, head] = scaled
     return dense, curves

@@ -20,9 +20,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import are_comparable, fingerprint
+from kvcat.cache import fingerprint
 from kvcat.compress.budgets import Curve, attention_and_curves, share_out, slot_sizes
 from kvcat.compress.heads import HeadIndex, Heads
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.compress.tracing import trace
@@ -33,8 +34,6 @@ from kvcat.tokenization import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"
-MEASURED = ("adaptive", "layers")
-"""Budgets that are measured on the document itself."""
 GRID_STEP = 2**0.5
 CHARACTERS_PER_TOKEN = 8  # more than any text needs on average
 _BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
@@ -72,23 +71,23 @@ class CalibratedBudgets:
     errors: tuple[tuple[tuple[float, ...], ...], ...]
     long_layers: tuple[int, ...] = ()
 
-    def allocate(self, prefix: Trace, num_slots: int) -> dict[HeadIndex, int]:
+    def allocate(self, prefix: Prefix, num_slots: int) -> dict[HeadIndex, int]:
         """The number of slots of every head of a prefix; their average is ``num_slots``.
 
         A size is looked up by its fraction of the text, between the measured sizes on a logarithmic
         scale.
 
         Args:
-            prefix: without protected slots.
+            prefix: what is compressed.
             num_slots: in [1, slots of the fullest head].
 
         Raises:
             InputError: another model, or an average below the smallest size that was measured.
         """
-        self.check_fingerprint(prefix.fingerprint, model_name(prefix.model))
+        self.check_fingerprint(prefix.trace.fingerprint, model_name(prefix.trace.model))
         self._check_prefix(prefix, num_slots)
         prefix_len = prefix.max_slots
-        counts_of_layers = [prefix.counts(layer).tolist() for layer in range(len(prefix.keys))]
+        counts_of_layers = [layer.present_counts().tolist() for layer in prefix.layers]
         if self.long_layers:
             _, long, short = self.two_sizes(num_slots, prefix_len)
             return {
@@ -138,19 +137,15 @@ class CalibratedBudgets:
             known: fingerprint of the model.
             name: of the model, for the message.
         """
-        if not are_comparable(self.fingerprint, known):
-            raise InputError(
-                f"the budgets of {self.model} are of an older kvcat: `kvcat budgets` again"
-            )
         if self.fingerprint != known:
             raise InputError(
                 f"the budgets belong to {self.model} (fingerprint {self.fingerprint[:12]}), not to "
                 f"{name} ({known[:12]})"
             )
 
-    def _check_prefix(self, prefix: Trace, num_slots: int) -> None:
+    def _check_prefix(self, prefix: Prefix, num_slots: int) -> None:
         """Reject a prefix of other layers and heads, and an average that was not measured."""
-        heads = [keys.shape[1] for keys in prefix.keys]
+        heads = [layer.keys.shape[1] for layer in prefix.layers]
         measured = [len(of_layer) for of_layer in self.errors]
         if heads != measured:
             raise InputError(
@@ -222,7 +217,9 @@ class CalibratedBudgets:
         """
         content = read_json(Path(path))
         if content.get("format") != FORMAT:
-            raise InputError(f"{path} is no file of `kvcat budgets`, or one of another version")
+            raise InputError(
+                f"{path} is no file of `kvcat budgets` of format {FORMAT}: make the budgets again"
+            )
         checksum = content.pop("sha256", None)
         if checksum != _checksum(content):
             raise InputError(f"{path} is damaged: its content does not have its checksum")
@@ -355,7 +352,8 @@ def calibration_sizes(num_tokens: int) -> list[int]:
 
 def document_curves(trace: Trace, sizes: list[int]) -> dict[HeadIndex, Curve]:
     """The error curves of a trace, as ``AttentionMatching`` allocates slots by them."""
-    heads = Heads(trace, fitted_queries(trace, own_weight=None, by_share=True))
+    prefix = Prefix.of(trace)
+    heads = Heads(prefix, fitted_queries(prefix, own_weight=None, by_share=True))
     return attention_and_curves(heads, heads.groups_for_scores(), sizes)[1]
 
 
@@ -379,7 +377,7 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
 
 def budget_files(method: str) -> list[str]:
     """The files of budgets in the text of a method, also in brackets."""
-    return [text for text in _BUDGETS.findall(method) if text not in ("equal", *MEASURED)]
+    return [text for text in _BUDGETS.findall(method) if text not in ("equal", "adaptive")]
 
 
 def budget_digests(method: str) -> str:

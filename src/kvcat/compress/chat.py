@@ -109,7 +109,7 @@ class ChatTemplate:
             if _DOCUMENT in text or _CUT in text:
                 raise InputError(f"{name} holds {_DOCUMENT!r} or U+FDD0, which mark places here")
             # the assistant wrote its control tokens itself, and templates look for them
-            if turns[index]["role"] != "assistant" and not encoder.allow_special:
+            if turns[index]["role"] != "assistant":
                 fragments = cut_control_tokens(text, encoder.control_tokens.values())
                 texts[index] = _CUT.join(fragments)
         contents = [_DOCUMENT + SEPARATOR + texts[0], *texts[1:]]

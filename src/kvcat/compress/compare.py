@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
+from kvcat.compress.ranges import num_positions
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError
 from kvcat.losses import PositionScores, score_positions
@@ -141,7 +142,7 @@ def supervised_kl(trace: Trace, cache: CompactCache) -> Float[Tensor, " batch"]:
     """
     trace.check_supervises()
     kl: Any = _position_scores(trace, cache).kl
-    return kl[:, trace.supervision_start - trace.prefix_len :].double().mean(1)
+    return kl[:, trace.text.supervision_start - trace.prefix_len :].double().mean(1)
 
 
 def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096) -> PositionScores:
@@ -154,9 +155,9 @@ def _position_scores(trace: Trace, cache: CompactCache, chunk_tokens: int = 4096
         )
     cache.check_document(trace.input_ids[:, : trace.prefix_len], "the cache")
     factors = cache.rotary_factors(trace.model)
-    if factors != trace.rope:
+    if factors != trace.text.rope:
         raise InputError(
-            f"the cache has the {factors} rotary factors and the trace the {trace.rope} ones: "
+            f"the cache has the {factors} rotary factors and the trace the {trace.text.rope} ones: "
             "trace both with the same "
             "room for the text that follows (room=)"
         )
@@ -216,7 +217,7 @@ def smallest_cache(
         raise InputError(f"max_kl must be at least 0 nats per token and finite, not {max_kl}")
     learn, judge = split_supervision(trace, held_out)
     best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
-    too_few = max(0, trace.num_protected - 1)
+    too_few = max(0, num_positions(trace.protected) - 1)
     while best.num_slots - too_few > 1:
         # half way on a logarithmic scale: small caches are made quickly, so the search begins there
         middle = round(math.sqrt(max(1, too_few) * best.num_slots))

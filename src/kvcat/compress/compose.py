@@ -1,7 +1,7 @@
 """Compact caches of several documents as one, and tokens appended to a compact cache."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from kvcat.cache import (
     FIRST_SLOTS,
     CompactCache,
     CompactLayer,
+    HeadGrid,
+    HeadSlots,
     Layer,
     LayerState,
     check_batch_of_ids,
@@ -20,7 +22,6 @@ from kvcat.cache import (
     first_slots,
     joined_first_ids,
     parse_first_ids,
-    positions_by_head,
     slot_facts,
 )
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
@@ -30,7 +31,7 @@ from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Int, Tensor
 
 _OF_ONE_DOCUMENT = ("document", FIRST_SLOTS, "bits", "held_out_kl")
 """Metadata that is not true of several documents, or of a longer one."""
@@ -134,107 +135,44 @@ def append(
     return replace(longer, metadata=metadata)
 
 
-@dataclass(frozen=True)
-class _Head:
-    """The slots of one KV head of one example.
-
-    Args:
-        keys, values: after rotation.
-        log_bias: nats; None: 0.
-        positions: of the slots' tokens; None: not known.
-    """
-
-    keys: Float[Tensor, "slots head_dim"]
-    values: Float[Tensor, "slots value_dim"]
-    log_bias: Float[Tensor, " slots"] | None
-    positions: Int[Tensor, " slots"] | None
-
-    def kept(self, which: slice | Tensor) -> "_Head":
-        """The chosen slots."""
-        bias = None if self.log_bias is None else self.log_bias[which]
-        positions = None if self.positions is None else self.positions[which]
-        return _Head(self.keys[which], self.values[which], bias, positions)
-
-
-_Heads = list[list[_Head]]
-"""The heads of one layer, per example and KV head."""
-
-
-def _heads_of_layers(cache: CompactCache) -> list[_Heads]:
+def _heads_of_layers(cache: CompactCache) -> list[HeadGrid]:
     """The heads of every layer of a cache, with the positions of their slots where these follow
     from it.
     """
-    positions_of_whole = _positions_of_whole(cache)
-    return [_heads_of(layer, positions_of_whole) for layer in cache.ordinary_layers()]
+    layers = [layer.heads() for layer in cache.ordinary_layers()]
+    whole = _positions_of_whole(cache)
+    if whole is None:
+        return layers
+    return [[[_with_positions(head, whole) for head in row] for row in layer] for layer in layers]
+
+
+def _with_positions(head: HeadSlots, positions: Int[Tensor, " slots"]) -> HeadSlots:
+    """The head with these positions, if it does not know its own."""
+    if head.positions is not None:
+        return head
+    return replace(head, positions=positions.to(head.keys.device))
 
 
 def _positions_of_whole(cache: CompactCache) -> Int[Tensor, " slots"] | None:
     """The position of each slot of a head in a cache that has a slot for every token; else None."""
     metadata = cache.metadata
-    # an earlier version composed such caches: protected slots are anywhere in a later document
-    is_in_unknown_order = "documents" in metadata and "protected_later" in metadata
-    if cache.mean_slots != cache.num_tokens or is_in_unknown_order:
+    if cache.mean_slots != cache.num_tokens:
         return None
     return slot_positions(parsed_ranges(metadata.get("protected", "")), cache.num_tokens)
 
 
-def _heads_of(layer: Layer, positions_of_whole: Int[Tensor, " slots"] | None = None) -> _Heads:
-    """The heads of a layer.
-
-    Args:
-        layer: of a cache.
-        positions_of_whole: positions of the slots of every head of a layer that does not record
-            them; None: they are not known.
-    """
-    positions = positions_by_head(layer)
-    num_examples, num_heads = layer.counts.shape
-    heads: _Heads = []
-    for example in range(num_examples):
-        of_example = []
-        for head in range(num_heads):
-            keys, values, log_bias = layer.head(example, head)
-            known = None
-            if positions is not None:
-                known = positions[example][head]
-            elif positions_of_whole is not None:
-                known = positions_of_whole.to(keys.device)
-            of_example.append(_Head(keys, values, log_bias, known))
-        heads.append(of_example)
-    return heads
-
-
-def _joined(sections: Sequence[_Heads]) -> Layer:
+def _joined(sections: Sequence[HeadGrid]) -> Layer:
     """A layer of the slots of all sections, one behind the other in every head."""
-    heads = [head for section in sections for example in section for head in example]
-    has_bias = any(head.log_bias is not None for head in heads)
-    has_positions = all(head.positions is not None for head in heads)
-    states: dict[str, list[list[Tensor]]] = {"keys": [], "values": []}
-    if has_bias:
-        states["log_bias"] = []
-    if has_positions:
-        states["positions"] = []
-    for sections_of_example in zip(*sections, strict=True):
-        for rows in states.values():
-            rows.append([])
-        for pieces in zip(*sections_of_example, strict=True):
-            for name, rows in states.items():
-                rows[-1].append(torch.cat([_tensor_of(piece, name) for piece in pieces]))
-    return CompactLayer.ragged(**states)
-
-
-def _tensor_of(head: _Head, name: str) -> Tensor:
-    """One of the head's tensors; a log-bias in at least float32, 0 if the head has none."""
-    if name != "log_bias":
-        return getattr(head, name)
-    dtype = torch.promote_types(head.keys.dtype, torch.float32)
-    if head.log_bias is None:
-        return head.keys.new_zeros(len(head.keys), dtype=dtype)
-    return head.log_bias.to(dtype)
+    heads = [
+        [HeadSlots.joined(pieces) for pieces in zip(*sections_of_example, strict=True)]
+        for sections_of_example in zip(*sections, strict=True)
+    ]
+    return CompactLayer.of_heads(heads)
 
 
 def _slots_behind(
     cache: CompactCache, num_tokens: int, name: str, *, required: bool
-) -> list[_Heads]:
+) -> list[HeadGrid]:
     """The slots of a cache without those of its first ``num_tokens`` tokens, per layer.
 
     If the cache does not record which slots these are, all slots are returned.
@@ -263,13 +201,13 @@ def _slots_behind(
     ]
 
 
-def _from(head: _Head, position: int) -> _Head:
+def _from(head: HeadSlots, position: int) -> HeadSlots:
     """The slots of the tokens at a position and after."""
     positions: Any = head.positions
     return head.kept(positions >= position)
 
 
-def _without_first(heads: _Heads, counts: Int[Tensor, "batch kv_heads"]) -> _Heads:
+def _without_first(heads: HeadGrid, counts: Int[Tensor, "batch kv_heads"]) -> HeadGrid:
     """The heads of a layer, each without its first slots, as many as ``counts`` has."""
     rows = []
     for row, counts_of_row in zip(heads, counts.tolist(), strict=True):
@@ -280,7 +218,7 @@ def _without_first(heads: _Heads, counts: Int[Tensor, "batch kv_heads"]) -> _Hea
     return rows
 
 
-def _moved(heads: _Heads, rotation: KeyRotation, layer: int) -> _Heads:
+def _moved(heads: HeadGrid, rotation: KeyRotation, layer: int) -> HeadGrid:
     """The heads with keys and positions ``rotation.shift`` tokens later."""
     moved = []
     for row in heads:
@@ -297,7 +235,7 @@ def _moved(heads: _Heads, rotation: KeyRotation, layer: int) -> _Heads:
 
 def _encoded(
     model: PreTrainedModel, cache: CompactCache, input_ids: Int[Tensor, "batch new"]
-) -> tuple[list[_Heads], dict[int, LayerState]]:
+) -> tuple[list[HeadGrid], dict[int, LayerState]]:
     """The exact slots of tokens that follow a compact cache, per layer, and the states then."""
     num_new = input_ids.shape[1]
     padded = replace(cache, layers=[layer.padded() for layer in cache.ordinary_layers()])
@@ -321,7 +259,7 @@ def _encoded(
             None,
             positions.expand(*keys.shape[:2], -1),
         )
-        layers.append(_heads_of(layer))
+        layers.append(layer.heads())
     return layers, states
 
 
@@ -362,11 +300,7 @@ def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> dict[st
         return {}
     if FIRST_SLOTS in cache.metadata:
         return {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
-    positions: list[list[list[Any]]] = [
-        [[head.positions for head in row] for row in heads] for heads in _heads_of_layers(cache)
-    ]
-    is_known = all(each is not None for layer in positions for row in layer for each in row)
-    return first_slots(positions) if is_known else {}
+    return first_slots(_heads_of_layers(cache))
 
 
 def _fact(cache: CompactCache, key: str) -> str:
@@ -406,8 +340,8 @@ def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
         num_recorded = parse_first_ids(cache.metadata[FIRST_IDS]).shape[1]
     if num_recorded < num_seam:
         raise InputError(
-            f"document {number} does not record its first tokens ({num_recorded} of {num_seam}), "
-            "which an earlier version of kvcat left out: compress it again, or give seam_tokens=0"
+            f"document {number} does not record its first tokens ({num_recorded} of {num_seam}): "
+            "compress it again, or give seam_tokens=0"
         )
 
 

@@ -36,7 +36,6 @@ def reconstruction(
     *,
     head: str | None = None,
     chat: bool = False,
-    allow_special: bool = False,
 ) -> Reconstruction:
     """Token ids of ``<text><instruction><text>``, joined as ids: both copies are the same tokens.
 
@@ -48,7 +47,6 @@ def reconstruction(
         text: the document.
         head: text before the first copy, instead of the tokens that the tokenizer puts there.
         chat: the first copy opens a user's turn in the tokenizer's chat template.
-        allow_special: a control token that the text spells becomes that token, not text.
 
     Raises:
         InputError: a text without tokens, or that no encoding can hold; no chat template, or one
@@ -63,7 +61,7 @@ def reconstruction(
         about = {"chat": "yes", "chat_template": template.digest}
         text = template.document(text)
         head = template.parts.head
-    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    encoder = TextEncoder(tokenizer)
     body = encoder(text)
     if not body:
         raise InputError(f"the text {text[:20]!r} holds no token to compress")
@@ -114,7 +112,6 @@ def document_trace(
     *,
     supervision: str = "reconstruction",
     chat: bool = False,
-    allow_special: bool = False,
     room: int | None = None,
 ) -> Trace:
     """The trace from which a document's cache is compressed; a document has no suffix.
@@ -125,7 +122,6 @@ def document_trace(
         supervision: "reconstruction" matches the document repeated after an instruction, "self"
             its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
-        allow_special: a control token that the text spells becomes that token, not text.
         room: tokens of question and answer that will follow (``trace``).
 
     Raises:
@@ -137,7 +133,7 @@ def document_trace(
         raise InputError(
             f"supervision of a document must be one of {', '.join(choices)}, not {supervision!r}"
         )
-    sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
+    sequence = reconstruction(tokenizer, text, chat=chat)
     return sequence_trace(model, sequence, supervision=supervision, room=room)
 
 
@@ -155,7 +151,7 @@ def sequence_trace(
     if supervision == "self":
         document = ids[:, : sequence.prefix_len]
         own_queries = trace(model, document, supervision="self", room=room)
-        return replace(own_queries, about=sequence.about)
+        return replace(own_queries, text=replace(own_queries.text, about=sequence.about))
     return trace(model, replace(sequence, input_ids=ids), room=room)
 
 
@@ -181,7 +177,6 @@ def protected_ranges(
     system: bool = False,
     passages: Sequence[str] = (),
     chat: bool = False,
-    allow_special: bool = False,
 ) -> list[Range]:
     """Ranges of a document's tokens to protect (``protecting``), in a trace of ``document_trace``.
 
@@ -193,7 +188,7 @@ def protected_ranges(
         system: all that the chat template writes before the document: the system turn and the
             opening of the user's turn.
         passages: texts, each of which is protected wherever it occurs in the document.
-        chat, allow_special: as in ``document_trace``.
+        chat: as in ``document_trace``.
 
     Raises:
         InputError: a passage without visible characters, or that does not occur in the document;
@@ -202,9 +197,9 @@ def protected_ranges(
     """
     if not system and not passages:
         return []
-    sequence = reconstruction(tokenizer, text, chat=chat, allow_special=allow_special)
+    sequence = reconstruction(tokenizer, text, chat=chat)
     tokens = sequence.input_ids[0, : sequence.prefix_len].tolist()
-    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    encoder = TextEncoder(tokenizer)
     head: list[Piece] = []
     opening: list[int] = []
     if chat:
@@ -274,7 +269,6 @@ def question_ids(
     *,
     chat: bool = False,
     cache: CompactCache | None = None,
-    allow_special: bool = False,
 ) -> Int[Tensor, "batch tokens"]:
     """Token ids of the text after a document, one row, the same as in one text of both.
 
@@ -284,7 +278,6 @@ def question_ids(
         chat: the text ends the user's turn that the document opened.
         cache: the document's; it records whether the document is in a chat template, and in which
             one.
-        allow_special: a control token that the text spells becomes that token, not text.
 
     Raises:
         InputError: an empty text, or one that no encoding can hold; no chat template, one that
@@ -293,7 +286,7 @@ def question_ids(
     check_text(text, "the prompt")
     if not text:
         raise InputError("the prompt is empty: nothing follows the document")
-    encoder = TextEncoder(tokenizer, allow_special=allow_special)
+    encoder = TextEncoder(tokenizer)
     recorded = {} if cache is None else cache.metadata
     if chat or recorded.get("chat") == "yes":
         template = ChatTemplate(tokenizer)

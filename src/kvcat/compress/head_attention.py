@@ -9,7 +9,6 @@ import torch
 from kvcat.attention.chunks import exp_below
 from kvcat.chunks import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.compress.attended import Attended, PastAttention
-from kvcat.compress.key_order import KeysByResidual, Sketch, order_by_importance
 from kvcat.types import Float, Int, Tensor
 
 _LEAST_SHARE = 1e-6
@@ -120,18 +119,15 @@ class DenseAttention(NamedTuple):
         """The positions of the first slots in the order, ascending."""
         return self.order[:, :num_slots].sort(dim=-1).values
 
-    def add_chunk(
-        self, batch: HeadBatch, boost: Tensor, rows: slice, space: Tensor, sketch: Sketch | None
-    ) -> None:
+    def add_chunk(self, batch: HeadBatch, boost: Tensor, rows: slice, space: Tensor) -> None:
         """Write the results for some of the queries, and add these queries' share to the
-        importance and to the sketch.
+        importance.
 
         Args:
             batch: the same heads.
             boost: ``fit_boost`` of all fitted queries, (heads, fitted).
             rows: of the queries.
             space: memory for the scores, (heads, rows, prefix).
-            sketch: of the heads; None: it is not needed.
         """
         scores = batch.scores(rows, out=space)
         largest = scores.amax(-1, keepdim=True)
@@ -151,8 +147,6 @@ class DenseAttention(NamedTuple):
                 exponentials[:, :num_fitted], batch.values, out=self.outputs[:, rows]
             )
             outputs.mul_((weight_per_sum[:, :num_fitted] * row_boost).unsqueeze(-1))
-        if sketch is not None:
-            sketch.add(exponentials * weight_per_sum.unsqueeze(-1), rows)
         squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
         self.importance.add_(squares.squeeze(1))
 
@@ -183,19 +177,13 @@ class DenseAttention(NamedTuple):
         self.outputs[:, rows] = whole.outputs * weights.unsqueeze(-1)
 
 
-def dense_attention(
-    batch: HeadBatch,
-    keys_by: KeysByResidual | None = None,
-    *,
-    cpu_elements: int = CPU_CACHE_ELEMENTS,
-) -> DenseAttention:
+def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix.
 
     Some heads and some queries at a time, so that on a CPU their scores stay in its cache.
 
     Args:
         batch: of heads.
-        keys_by: how the slots are ordered; None: by importance.
         cpu_elements: most scores that exist at once on a CPU, if one query has no more.
     """
     num_heads, num_rows, _ = batch.queries.shape
@@ -215,7 +203,6 @@ def dense_attention(
         importance=batch.values.new_zeros(num_heads, prefix_len),
         order=torch.empty(num_heads, prefix_len, dtype=torch.long, device=device),
     )
-    sketch = None if keys_by is None else Sketch.empty(num_heads, num_rows, batch.keys)
     # all chunks write their scores to the same memory
     space = batch.queries.new_empty(heads_at_once, rows_at_once, prefix_len)
     for index, some_heads in enumerate(batch.split(heads_at_once)):
@@ -224,14 +211,11 @@ def dense_attention(
         for start in range(0, num_rows, rows_at_once):
             rows = slice(start, start + rows_at_once)
             chunk_space = space[: len(some_heads.keys), : num_rows - start]
-            of_heads = None if sketch is None else sketch.of(heads)
-            target.add_chunk(some_heads, boost[heads], rows, chunk_space, of_heads)
+            target.add_chunk(some_heads, boost[heads], rows, chunk_space)
     if batch.past is not None:
         attention.set_past(batch, batch.past, boost)
-    if keys_by is None or sketch is None:
-        order = order_by_importance(attention.importance)
-    else:
-        order = keys_by.order(sketch.rows, attention.importance)
+    # stable: of equal importances, the earlier slot is kept
+    order = attention.importance.sort(dim=-1, descending=True, stable=True).indices
     attention.order.copy_(order)
     return attention
 

@@ -8,10 +8,12 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
+from kvcat.cache import HeadSlots
 from kvcat.compress.attended import PastAttention
 from kvcat.compress.base import example_generators
 from kvcat.compress.head_attention import HeadBatch, take
-from kvcat.compress.queries import FittedQueries
+from kvcat.compress.prefix import Prefix
+from kvcat.compress.queries import FittedQueries, past_queries
 from kvcat.compress.trace import Trace
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
@@ -33,16 +35,16 @@ class _Shape(NamedTuple):
 
 @dataclass(frozen=True)
 class Heads:
-    """The KV heads of a trace with the queries to fit to, loaded group by group.
+    """The KV heads of a prefix with the queries to fit to, loaded group by group.
 
     Args:
-        trace: trace of the windows, without protected slots (``Trace.unprotected``).
+        prefix: what is compressed.
         fitted: the queries.
         drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
         group_elements: most numbers that a group of heads holds, if one head has no more.
     """
 
-    trace: Trace
+    prefix: Prefix
     fitted: FittedQueries
     drawn: DrawnRows | None = None
     group_elements: int = 2**24
@@ -100,24 +102,27 @@ class Heads:
     def _shapes(self) -> dict[HeadIndex, _Shape]:
         """The shape of every head of the trace."""
         shapes = {}
-        for layer, keys in enumerate(self.trace.keys):
-            for example, slots_of_heads in enumerate(self.trace.counts(layer).tolist()):
+        for index, layer in enumerate(self.prefix.layers):
+            for example, slots_of_heads in enumerate(layer.present_counts().tolist()):
                 for kv_head, num_slots in enumerate(slots_of_heads):
-                    shapes[layer, example, kv_head] = _Shape(
-                        query_heads=query_heads_per_kv_head(self.trace, layer),
+                    shapes[index, example, kv_head] = _Shape(
+                        query_heads=query_heads_per_kv_head(self.prefix.trace, index),
                         num_slots=num_slots,
-                        key_dim=keys.shape[3],
-                        value_dim=self.trace.values[layer].shape[3],
+                        key_dim=layer.keys.shape[3],
+                        value_dim=layer.values.shape[3],
                     )
         return shapes
 
     def _load(self, heads: list[HeadIndex], num_queries: int) -> HeadBatch:
         """The tensors of a group of heads with the first so many queries."""
-        states = [self.trace.head(*head) for head in heads]
-        keys = at_least_float32(torch.stack([keys for keys, _, _ in states]))
-        values = at_least_float32(torch.stack([values for _, values, _ in states]))
-        biases = [bias for _, _, bias in states if bias is not None]
-        query_heads = query_heads_per_kv_head(self.trace, heads[0][0])
+        slots = HeadSlots.stacked(
+            [
+                self.prefix.layers[layer].present_head(example, head)
+                for layer, example, head in heads
+            ]
+        )
+        keys = slots.keys
+        query_heads = query_heads_per_kv_head(self.prefix.trace, heads[0][0])
         num_heads, num_slots, key_dim = keys.shape
         # (heads, positions, query heads, channels), filled layer by layer
         queries = keys.new_empty(num_heads, num_queries, query_heads, key_dim)
@@ -128,7 +133,9 @@ class Heads:
             place = slice(num_loaded, num_loaded + len(rows) // query_heads)
             by_head = self.fitted.states(layer, example, rows, num_queries)
             torch.mul(
-                _by_position(by_head, query_heads), self.trace.scales[layer], out=queries[place]
+                _by_position(by_head, query_heads),
+                self.prefix.trace.layers[layer].scale,
+                out=queries[place],
             )
             later_mass = self.fitted.log_later_mass[layer][example, rows, :num_queries]
             log_later_mass[place] = _by_position(later_mass, query_heads)
@@ -140,8 +147,8 @@ class Heads:
             ),
             log_later_mass=log_later_mass.flatten(1, 2),
             keys=keys,
-            values=values,
-            log_bias=at_least_float32(torch.stack(biases)) if biases else None,
+            values=slots.values,
+            log_bias=slots.log_bias,
             last_seen=self._last_seen(num_slots, num_queries, query_heads, num_heads, keys.device),
             fit_boost=_of_every_head(self.fitted.fit_boost.to(keys), query_heads, num_heads),
             past=self._past(heads, query_heads),
@@ -150,7 +157,7 @@ class Heads:
 
     def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:
         """What the kept queries attended to before it was compressed; None: there are none."""
-        past = self.fitted.trace.past_queries
+        past = past_queries(self.prefix.trace)
         if past is None or self.fitted.moved is None or not len(past.positions):
             return None
         log_mass: list[Tensor] = []
@@ -162,7 +169,7 @@ class Heads:
             outputs.append(_by_position(of_rows, query_heads))
         return PastAttention(
             first_row=self.fitted.supervising[heads[0][0]].shape[2] * query_heads,
-            num_new=self.fitted.trace.num_new,
+            num_new=self.prefix.num_new,
             log_mass=torch.cat(log_mass).flatten(1, 2),
             outputs=torch.cat(outputs).flatten(1, 2),
         )
@@ -208,7 +215,8 @@ def draw_rows(trace: Trace, fitted: FittedQueries, num_queries: int, seed: int) 
 
 def query_heads_per_kv_head(trace: Trace, layer: int) -> int:
     """Query heads that read one KV head of a layer."""
-    return trace.prefix_queries[layer].shape[1] // trace.keys[layer].shape[1]
+    of_layer = trace.layers[layer]
+    return of_layer.prefix_queries.shape[1] // of_layer.slots.keys.shape[1]
 
 
 def _by_value(values: Mapping[HeadIndex, T]) -> dict[T, list[HeadIndex]]:

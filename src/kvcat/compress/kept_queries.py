@@ -12,9 +12,10 @@ from dataclasses import replace
 import torch
 
 from kvcat.compress.attended import Attended
-from kvcat.compress.queries import moved_queries
+from kvcat.compress.prefix import Prefix
+from kvcat.compress.queries import moved_queries, past_queries
 from kvcat.compress.rows import Rows
-from kvcat.compress.trace import PastQueries, Trace
+from kvcat.compress.trace import Past, PastQueries, Trace
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
@@ -45,12 +46,13 @@ def keep_queries(
     Raises:
         ValueError: kept queries of an earlier place.
     """
-    moved = moved_queries(replace(trace, past_queries=no_queries(trace)), part_tokens, math.inf)
+    without = replace(trace, past=Past(trace.past_len, queries=no_queries(trace)))
+    moved = moved_queries(without, part_tokens, math.inf)
     if moved is None:
         return None
     rows = moved.rows
     place = _place(trace.prefix_len, places)
-    past = trace.past_queries
+    past = past_queries(trace)
     if past is not None and past.place != place:
         raise ValueError(f"queries kept at position {past.place}, not at {place}: place them first")
     positions = trace.prefix_positions[rows]
@@ -83,32 +85,33 @@ def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
         trace: with the ranges that are protected.
         places: as in ``keep_queries``.
     """
-    past = trace.past_queries
+    past = past_queries(trace)
     place = _place(trace.prefix_len, places)
-    if past is None or past.place >= place:
+    if trace.past is None or past is None or past.place >= place:
         return trace
+    prefix = Prefix.of(trace)
     log_masses = []
     all_outputs = []
     for layer, states in enumerate(past.states):
-        num_compact = _first_new(trace, layer)
+        num_compact = _first_new(prefix, layer)
         if not num_compact:  # the compact cache holds protected slots alone
             log_masses.append(past.log_mass[layer])
             all_outputs.append(past.outputs[layer])
             continue
         compact = slice(0, num_compact)
-        before = _attended(trace, layer, states, past.place - past.starts, compact)
-        after = _attended(trace, layer, states, place - past.starts, compact)
+        before = _attended(prefix, layer, states, past.place - past.starts, compact)
+        after = _attended(prefix, layer, states, place - past.starts, compact)
         log_masses.append(past.log_mass[layer] + (after.log_mass - before.log_mass))
         outputs = past.outputs[layer].numbers() + (after.outputs - before.outputs)
         all_outputs.append(Rows.of(outputs))
     moved = replace(past, place=place, log_mass=log_masses, outputs=all_outputs)
-    return replace(trace, past_queries=moved)
+    return replace(trace, past=replace(trace.past, queries=moved))
 
 
 def no_queries(trace: Trace) -> PastQueries:
     """No kept queries."""
     none = torch.zeros(0, dtype=torch.long)
-    states = [queries[:, :, :0] for queries in trace.prefix_queries]
+    states = [layer.prefix_queries[:, :, :0] for layer in trace.layers]
     masses = [at_least_float32(queries[..., 0]) for queries in states]
     outputs = [
         values.new_empty(*queries.shape[:3], values.shape[3])
@@ -145,9 +148,11 @@ def _placed(
         place, starts, log_later_mass: as in ``PastQueries``.
     """
     # what the rounded queries attend to
-    all_states = list(map(Rows.of, _rows_of(trace.prefix_queries, rows)))
+    all_queries = [layer.prefix_queries for layer in trace.layers]
+    all_states = list(map(Rows.of, _rows_of(all_queries, rows)))
+    prefix = Prefix.of(trace)
     attended = [
-        _attended(trace, layer, states, place - starts, slice(None))
+        _attended(prefix, layer, states, place - starts, slice(None))
         for layer, states in enumerate(all_states)
     ]
     return PastQueries(
@@ -163,11 +168,12 @@ def _placed(
 
 def _with_new_tokens(trace: Trace, past: PastQueries) -> PastQueries:
     """Kept queries whose attention is joined with that to the tokens after the compact cache."""
+    prefix = Prefix.of(trace)
     joined = []
     for layer, states in enumerate(past.states):
-        new_slots = slice(_first_new(trace, layer), None)
+        new_slots = slice(_first_new(prefix, layer), None)
         before = Attended(past.log_mass[layer], past.outputs[layer].numbers())
-        new = _attended(trace, layer, states, past.place - past.starts, new_slots)
+        new = _attended(prefix, layer, states, past.place - past.starts, new_slots)
         joined.append(before.joined(new))
     return replace(
         past,
@@ -176,16 +182,16 @@ def _with_new_tokens(trace: Trace, past: PastQueries) -> PastQueries:
     )
 
 
-def _first_new(trace: Trace, layer: int) -> int:
+def _first_new(prefix: Prefix, layer: int) -> int:
     """The number of slots in the compact cache that are not protected, padding included.
 
     Those of the tokens after it follow. There are none of these if all such tokens are protected.
     """
-    return trace.unprotected.keys[layer].shape[2] - trace.num_new
+    return prefix.layers[layer].max_slots - prefix.num_new
 
 
 def _attended(
-    trace: Trace,
+    prefix: Prefix,
     layer: int,
     queries: Rows,
     shifts: Int[Tensor, " queries"],
@@ -194,22 +200,23 @@ def _attended(
     """Attention of moved queries over some slots of a layer that are not protected.
 
     Args:
-        trace: of the slots.
-        layer: of the trace.
+        prefix: of the slots.
+        layer: of the prefix.
         queries: at their own positions, (batch, heads, queries, head_dim).
         shifts: positions by which each is moved.
-        slots: of the trace without its protected slots.
+        slots: of the prefix.
     """
-    unprotected = trace.unprotected
-    rotation = KeyRotation(trace.model, PLACES)
-    moved = rotation(queries.numbers(), trace.layer_numbers[layer], shifts)
-    keys = at_least_float32(unprotected.keys[layer][:, :, slots])
-    values = at_least_float32(unprotected.values[layer][:, :, slots])
+    unprotected = prefix.layers[layer]
+    of_layer = prefix.trace.layers[layer]
+    rotation = KeyRotation(prefix.trace.model, PLACES)
+    moved = rotation(queries.numbers(), of_layer.number, shifts)
+    keys = at_least_float32(unprotected.keys[:, :, slots])
+    values = at_least_float32(unprotected.values[:, :, slots])
     # (batch, kv_heads, query heads of each, queries, head_dim)
     grouped = moved.unflatten(1, (keys.shape[1], -1))
-    scores = trace.scales[layer] * grouped @ keys.unsqueeze(2).mT
+    scores = of_layer.scale * grouped @ keys.unsqueeze(2).mT
     if unprotected.log_bias is not None:
-        scores += unprotected.log_bias[layer][:, :, None, None, slots]
+        scores += unprotected.log_bias[:, :, None, None, slots]
     attended = Attended.over(scores, values.unsqueeze(2))
     return Attended(attended.log_mass.flatten(1, 2), attended.outputs.flatten(1, 2))
 

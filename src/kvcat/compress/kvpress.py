@@ -7,20 +7,19 @@ import importlib
 import importlib.metadata
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvcat.cache import CompactCache, CompactLayer, Layer, cache_argument, held_factors
-from kvcat.compress.base import Compressor, compact_cache, example_generators
+from kvcat.cache import CompactLayer, HeadSlots, Layer, cache_argument, held_factors
+from kvcat.compress.base import Compressor, example_generators
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.press_arguments import as_kvpress_expects
 from kvcat.compress.press_queries import checked_queries
-from kvcat.compress.protected_presses import KeptHeads, Pressed, press_with_protected
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.models import frozen
@@ -69,67 +68,53 @@ class KVPress(Compressor):
             or it does not have one of the options.
     """
 
-    name: str
+    press_name: str
     options: dict[str, Any]
 
-    def __init__(self, name: str, /, **options: Any):
-        object.__setattr__(self, "name", name)
+    needs_all_queries: ClassVar[bool] = True
+
+    def __init__(self, name: str, /, *, bits: int | None = None, **options: Any):
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "press_name", name)
         object.__setattr__(self, "options", options)
         self._build()
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches; presses that choose per layer or head keep ``size`` slots on average.
+    @property
+    def name(self) -> str:
+        """The press, as on the command line."""
+        return f"kvpress:{self.press_name}"
+
+    def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
+        """The version of kvpress, and the press' options."""
+        return {"kvpress": version(), **self.options}
+
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The kept slots; presses that choose per layer or head keep ``size`` slots on average.
 
         Presses that keep whole chunks keep approximately that many.
         """
-        if trace.past_len:
+        trace = prefix.trace
+        if trace.past is not None:
             raise InputError(
                 "kvpress presses whole prefixes, and part of this one is already compact"
             )
-        if trace.protected:
-            yield from self._protected(trace, sizes)
-            return
+        if prefix.protected:
+            raise InputError("a press of kvpress protects no slots: leave out protect")
         groups = [[size] for size in sizes]
         if sizes and hasattr(self._build(), _CHOOSES_LAST):
             # such a press scores first and chooses at the end, so one scoring serves all sizes
             groups = [list(sizes)]
-        facts = {"kvpress": version(), **self.options}
         for group in groups:
             pressed = [
                 _press_prefix(self._build(), trace, example, group)
                 for example in range(trace.batch_size)
             ]
             for index in range(len(group)):
-                layers = _joined_layers([by_size[index] for by_size in pressed])
-                yield compact_cache(trace, layers, f"kvpress:{self.name}", facts)
-
-    def _protected(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The compact caches in which protected slots count among those that the press keeps."""
-        facts = {"kvpress": version(), **self.options}
-        for size in sizes:
-            pressed = []
-            for example in range(trace.batch_size):
-                press = partial(self._press, trace, example)
-                pressed.append(press_with_protected(press, trace, example, size))
-            yield compact_cache(trace, _joined_layers(pressed), f"kvpress:{self.name}", facts)
-
-    def _press(
-        self, trace: Trace, example: int, adapt: Callable[[Any], None], num_slots: int
-    ) -> Pressed:
-        """What a press keeps of one example after ``adapt`` changed it, and all keys."""
-        press = self._build()
-        if isinstance(press, library().KeyRerotationPress):
-            raise InputError("KeyRerotationPress moves keys, and protected slots keep theirs")
-        for each in (press, getattr(press, "press", None)):
-            if hasattr(each, "score"):
-                adapt(each)
-        whole_keys: list[Tensor] = []
-        (kept,) = _press_prefix(press, trace, example, [num_slots], whole_keys)
-        return Pressed(kept, whole_keys)
+                yield _joined_layers([by_size[index] for by_size in pressed])
 
     def _build(self) -> Any:
         """A new press object, because a press holds the state of one use."""
-        outer, _, inner = self.name.partition("+")
+        outer, _, inner = self.press_name.partition("+")
         outer_options: dict[str, Any] = {}
         inner_options: dict[str, Any] = {}
         for key, value in self.options.items():
@@ -142,17 +127,16 @@ class KVPress(Compressor):
         return _make(outer, outer_options)
 
 
-def _joined_layers(examples: list[list[KeptHeads]]) -> list[Layer]:
+def _joined_layers(examples: list[list[list[HeadSlots]]]) -> list[Layer]:
     """The layers of a cache, from the slots that each example keeps in each layer."""
     layers = []
     for kept_of_examples in zip(*examples, strict=True):
-        keys = [kept.keys for kept in kept_of_examples]
-        values = [kept.values for kept in kept_of_examples]
-        if not all(len(head) for heads in keys for head in heads):
+        heads = list(kept_of_examples)
+        if not all(len(head) for of_example in heads for head in of_example):
             raise InputError(
                 "the press leaves a head without slots: keep more slots, or set its lower bound"
             )
-        layers.append(CompactLayer.ragged(keys, values))
+        layers.append(CompactLayer.of_heads(heads))
     return layers
 
 
@@ -223,37 +207,24 @@ def _make(name: str, options: dict[str, Any]) -> Any:
 
 
 class _PressCache(DynamicCache):
-    """A cache that passes only keys and values to its layers, and remembers all keys.
+    """A cache that passes only keys and values to its layers.
 
     The layer classes of kvpress accept no further arguments.
     """
-
-    def __init__(self) -> None:
-        super().__init__()
-        # of each layer, as the press received them
-        self.whole_keys: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """The keys and values of a layer, with the new ones appended."""
-        keys, values = super().update(key_states, value_states, layer_idx)
-        if layer_idx == len(self.whole_keys):
-            self.whole_keys.append(keys)
-        return keys, values
+        return super().update(key_states, value_states, layer_idx)
 
 
 def _press_prefix(
-    press: Any,
-    trace: Trace,
-    example: int,
-    sizes: list[int],
-    whole_keys: list[Tensor] | None = None,
-) -> list[list[KeptHeads]]:
+    press: Any, trace: Trace, example: int, sizes: list[int]
+) -> list[list[list[HeadSlots]]]:
     """The slots that the press keeps from one example's prefix, by size and layer.
 
-    Only a press that chooses at the end supports several sizes. All keys of every layer are added
-    to ``whole_keys``.
+    Only a press that chooses at the end supports several sizes.
     """
     model = trace.model
     name = type(press).__name__
@@ -293,7 +264,7 @@ def _press_prefix(
         _set_size(press, sizes[0], trace.prefix_len)
         try:
             # some presses run the model again when their block ends
-            with held_factors(model, trace.rope), press(model):
+            with held_factors(model, trace.text.rope), press(model):
                 _score_all_but_a_chat_opening(press, model, prefix)
                 model.model(input_ids=prefix, use_cache=True, **cache_argument(cache))
             if not hidden.by_size:
@@ -301,8 +272,6 @@ def _press_prefix(
         except _PRESS_ERRORS as error:
             raise InputError(f"{name} on a prefix of {trace.prefix_len} tokens: {error}") from error
         rotation = _rotation_to_the_end(press, trace, sizes[0])
-        if whole_keys is not None:
-            whole_keys += cache.whole_keys
         return [_kept(cache, masks, rotation) for masks in hidden.by_size]
 
 
@@ -366,7 +335,9 @@ def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotatio
     return None
 
 
-def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -> list[KeptHeads]:
+def _kept(
+    cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None
+) -> list[list[HeadSlots]]:
     """The slots that the masks do not hide in a cache of one example, per layer."""
     kept = []
     layers: Any = cache.layers  # layers of keys and values; transformers has other kinds as well
@@ -378,13 +349,8 @@ def _kept(cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None) -
         if masks[index] is not None:
             _, heads, slots = masks[index]
             is_kept[heads.to(keys.device), slots.to(keys.device)] = False
-        every_head = range(len(keys))
-        kept.append(
-            KeptHeads(
-                keys=[keys[head, is_kept[head]] for head in every_head],
-                values=[values[head, is_kept[head]] for head in every_head],
-            )
-        )
+        heads = zip(keys, values, is_kept, strict=True)
+        kept.append([HeadSlots(of_head[at], its_values[at]) for of_head, its_values, at in heads])
     return kept
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from kvcat.attention.mass import log_mass
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.trace import PastQueries, Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
@@ -97,9 +98,10 @@ class FittedQueries:
         num_moved = count - supervising.shape[1]
         if self.moved is None or not num_moved:
             return supervising
-        prefix_queries = self.trace.prefix_queries[layer][example]
-        if self.trace.past_queries is not None:
-            past_states = self.trace.past_queries.states[layer][example].numbers()
+        prefix_queries = self.trace.layers[layer].prefix_queries[example]
+        past = past_queries(self.trace)
+        if past is not None:
+            past_states = past.states[layer][example].numbers()
             prefix_queries = torch.cat([prefix_queries, past_states.to(prefix_queries)], dim=1)
         num_kept = prefix_queries.shape[1]
         kept_rows = self.moved.rows[:num_moved].to(supervising.device)
@@ -112,18 +114,23 @@ class FittedQueries:
         return torch.cat([supervising, moved], dim=1)
 
 
+def past_queries(trace: Trace) -> PastQueries | None:
+    """The queries of tokens in the compact cache; None: there are none."""
+    return None if trace.past is None else trace.past.queries
+
+
 def usual_own_weight(trace: Trace) -> float:
     """The weight of the prefix's own queries where none is named.
 
     With a repetition of the document a larger weight is closer on later text, but loses right
     answers: what a model attends to when it copies is what answers need.
     """
-    return 1.0 if trace.supervision == "reconstruction" else 2.0
+    return 1.0 if trace.text.supervision == "reconstruction" else 2.0
 
 
 @torch.no_grad()
 def fitted_queries(
-    trace: Trace,
+    prefix: Prefix,
     own_weight: float | None,
     *,
     by_share: bool,
@@ -136,7 +143,7 @@ def fitted_queries(
     or stay in place if they cannot be moved or own_weight is 0.
 
     Args:
-        trace: trace of the windows.
+        prefix: what is compressed.
         own_weight: sum of the squared weights of the prefix's queries, relative to that of the
             supervising queries; None: ``usual_own_weight``.
         by_share: a query's error is weighted by the share of its attention that goes to the prefix;
@@ -146,6 +153,7 @@ def fitted_queries(
             fitted. If there are at least twice as many, they are thinned evenly, to between one and
             two times this number.
     """
+    trace = prefix.trace
     if own_weight is None:
         own_weight = usual_own_weight(trace)
     moved = moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
@@ -154,14 +162,14 @@ def fitted_queries(
     else:
         if not by_share:
             moved = replace(moved, log_later_mass=_no_mass(moved.log_later_mass))
-        if trace.supervision == "self":
+        if trace.text.supervision == "self":
             fitted = _moved_alone(trace, moved)
         else:
             supervising = _supervising_queries(trace, by_share=by_share)
             fitted = _with_moved(supervising, moved, own_weight)
     if by_share:
         fitted = _with_sinks(fitted)
-    return _with_protected_mass(fitted) if trace.protected else fitted
+    return _with_protected_mass(fitted, prefix) if prefix.protected else fitted
 
 
 def _with_sinks(fitted: FittedQueries) -> FittedQueries:
@@ -174,46 +182,44 @@ def _with_sinks(fitted: FittedQueries) -> FittedQueries:
     return replace(fitted, log_later_mass=masses)
 
 
-def _with_protected_mass(fitted: FittedQueries) -> FittedQueries:
+def _with_protected_mass(fitted: FittedQueries, prefix: Prefix) -> FittedQueries:
     """The queries for a fit of the slots that are not protected.
 
     Queries that see none of these are left out.
     """
-    trace = fitted.trace
-    num_protected = trace.num_protected
-    last_seen = torch.full([fitted.num_queries], num_protected - 1)
+    trace = prefix.trace
+    last_seen = torch.full([fitted.num_queries], prefix.num_protected - 1)
     if fitted.num_unseen is not None:
-        fitted, last_seen = _seeing_unprotected(fitted)
+        fitted, last_seen = _seeing_unprotected(fitted, prefix)
     masses = []
     for layer, later in enumerate(fitted.log_later_mass):
-        keys = trace.keys[layer].index_select(2, trace.protected_slots(layer))
         every_head = list(range(later.shape[1]))
         states = [
             fitted.states(layer, example, every_head, fitted.num_queries)
             for example in range(trace.batch_size)
         ]
-        mass = log_mass(torch.stack(states), keys, trace.scales[layer], last_seen.clamp_min(0))
+        keys = prefix.protected[layer].keys
+        scale = trace.layers[layer].scale
+        mass = log_mass(torch.stack(states), keys, scale, last_seen.clamp_min(0))
         mass[..., last_seen < 0] = -torch.inf
         masses.append(torch.logaddexp(later, mass))
     return replace(fitted, log_later_mass=masses)
 
 
 def _seeing_unprotected(
-    fitted: FittedQueries,
+    fitted: FittedQueries, prefix: Prefix
 ) -> tuple[FittedQueries, Int[Tensor, " queries"]]:
     """Those queries at their original positions that see slots that are not protected, and the
     last protected slot that each of them sees, or -1.
     """
-    trace = fitted.trace
+    trace = prefix.trace
     is_protected = torch.zeros(trace.prefix_len, dtype=torch.long)
     for start, stop in trace.protected:
         is_protected[start:stop] = 1
     num_seen = is_protected.cumsum(0)[trace.prefix_positions]
     num_after = (1 - is_protected).flip(0).cumsum(0).flip(0) - (1 - is_protected)
     num_unseen = num_after[trace.prefix_positions]
-    unprotected = trace.unprotected
-    layers = range(len(unprotected.keys))
-    fewest = min(int(unprotected.counts(layer).min()) for layer in layers)
+    fewest = min(int(layer.present_counts().min()) for layer in prefix.layers)
     sees = num_unseen < fewest
     kept = replace(
         fitted,
@@ -228,12 +234,14 @@ def _seeing_unprotected(
 
 def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
     """The queries at the supervising positions, which are not moved."""
-    is_self = trace.supervision == "self"
+    is_self = trace.text.supervision == "self"
     if by_share and not is_self:
-        first_seen = trace.supervision_start - trace.prefix_len
+        first_seen = trace.text.supervision_start - trace.prefix_len
         last_seen = torch.arange(first_seen, trace.suffix_ids.shape[1])
-        layers = zip(trace.queries, trace.suffix_keys, trace.scales, strict=True)
-        log_later_mass = [log_mass(*layer, last_seen) for layer in layers]
+        log_later_mass = [
+            log_mass(layer.queries, layer.suffix_keys, layer.scale, last_seen)
+            for layer in trace.layers
+        ]
     else:
         log_later_mass = _no_mass([queries[..., 0] for queries in trace.queries])
     ones = torch.ones(trace.queries[0].shape[2])
@@ -284,7 +292,8 @@ def moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> Mo
     cache holds part of the prefix and no queries of that part were kept, or if the model's keys
     cannot be moved to other positions.
     """
-    if trace.past_len and trace.past_queries is None:
+    past = past_queries(trace)
+    if trace.past is not None and past is None:
         return None
     part_len = min(-(-trace.prefix_len // _LEAST_PARTS), part_tokens)
     try:
@@ -298,15 +307,20 @@ def moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> Mo
         rows=placed.rows,
         shifts=trace.prefix_len - placed.starts,
         log_later_mass=[
-            _mass_of_parts(queries, keys[:, :, -num_new:], scale, placed, part_len, trace.past_len)
-            for queries, keys, scale in zip(
-                trace.prefix_queries, trace.keys, trace.scales, strict=True
+            _mass_of_parts(
+                layer.prefix_queries,
+                layer.slots.keys[:, :, -num_new:],
+                layer.scale,
+                placed,
+                part_len,
+                trace.past_len,
             )
+            for layer in trace.layers
         ],
         fit_boost=torch.full([placed.num_fitted], placed.num_represented**0.5),
         factors=torch.ones(len(placed.rows)),
     )
-    return moved if trace.past_queries is None else _with_past(trace, moved, trace.past_queries)
+    return moved if past is None else _with_past(trace, moved, past)
 
 
 def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQueries:
@@ -317,7 +331,7 @@ def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQue
     num_kept = len(past.positions)
     if not num_kept:
         return moved
-    first_row = trace.prefix_queries[0].shape[2]
+    first_row = trace.layers[0].prefix_queries.shape[2]
     factors = torch.full([num_kept], (trace.past_len / num_kept) ** 0.5)
     masses = zip(past.log_later_mass, moved.log_later_mass, strict=True)
     return replace(
@@ -344,7 +358,8 @@ def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _Pla
     starts = (prefix_len + part_numbers * part_len).clamp_min(trace.past_len)
     last_part_first = part_numbers.argsort(descending=True, stable=True)
 
-    query_heads = trace.prefix_queries[0].shape[1] // trace.keys[0].shape[1]
+    first = trace.layers[0]
+    query_heads = first.prefix_queries.shape[1] // first.slots.keys.shape[1]
     num_queries = query_heads * len(positions)
     stride = max(1, int(num_queries / (fitted_per_token * prefix_len)))
     places = torch.arange(len(positions))

@@ -1,18 +1,18 @@
-"""Slots of attention heads refined together: keys, log-bias and values, by L-BFGS."""
+"""HeadSlots of attention heads refined together: keys, log-bias and values, by L-BFGS."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from tqdm.auto import tqdm
 
-from kvcat.cache import CompactLayer, Head, Layer
+from kvcat.cache import CompactLayer, HeadSlots, Layer
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.lbfgs import minimise
 from kvcat.errors import InputError
-from kvcat.types import Float, Tensor, at_least_float32
+from kvcat.types import Float, Tensor
 
 _LEAST_SHARE = 1e-6
 _TINY = 1e-30
@@ -22,14 +22,6 @@ _LEAST_VARIANCE = 1e-2
 _LEAST_CURVATURE = 0.3
 # relative to the slots' squares; keeps the factorisation in single precision possible
 _LEAST_RIDGE = 1e-6
-
-
-class Slots(NamedTuple):
-    """The slots of a batch of KV heads."""
-
-    keys: Float[Tensor, "heads slots head_dim"]
-    values: Float[Tensor, "heads slots value_dim"]
-    log_bias: Float[Tensor, "heads slots"]  # nats
 
 
 class Evaluation(NamedTuple):
@@ -80,7 +72,7 @@ class Objective:
         pull: weight of |x|^2.
     """
 
-    start: Slots
+    start: HeadSlots
     features: Float[Tensor, "heads queries features"]
     whitening: Float[Tensor, "heads head_dim directions"]
     mean_query: Float[Tensor, "heads 1 head_dim"] | None
@@ -100,7 +92,7 @@ class Objective:
         cls,
         batch: HeadBatch,
         dense: DenseAttention,
-        start: Slots,
+        start: HeadSlots,
         *,
         pull: float,
         ridge: float,
@@ -135,7 +127,7 @@ class Objective:
         else:
             features = queries @ whitening
 
-        start_scores = queries @ start.keys.mT + start.log_bias.unsqueeze(1)
+        start_scores = queries @ start.keys.mT + start.bias_or_zeros().unsqueeze(1)
         attention = torch.softmax(start_scores, -1)
         curvature = _curvature(attention, dense, start.values) / norm.unsqueeze(1)
         floor = _LEAST_CURVATURE * curvature.mean(1, keepdim=True)
@@ -190,17 +182,17 @@ class Objective:
         gradient = gradient / self.norm.view(-1, 1, 1) + 2 * self.pull * point
         return Evaluation(value.masked_fill(~is_solved, torch.inf), gradient, values)
 
-    def slots_at(self, point: Float[Tensor, "heads slots features"]) -> Slots:
+    def slots_at(self, point: Float[Tensor, "heads slots features"]) -> HeadSlots:
         """Keys, values and log-bias of a point."""
         by_feature = point * self.scale
         values = self(point).values
         if self.mean_query is None:
             keys = self.start.keys + by_feature @ self.whitening.mT
-            return Slots(keys, values, self.start.log_bias)
+            return HeadSlots(keys, values, self.start.log_bias)
         key_change = by_feature[..., :-1] @ self.whitening.mT
         at_mean = (key_change * self.mean_query).sum(-1)
-        log_bias = self.start.log_bias + by_feature[..., -1] - at_mean
-        return Slots(self.start.keys + key_change, values, log_bias)
+        log_bias = self.start.bias_or_zeros() + by_feature[..., -1] - at_mean
+        return HeadSlots(self.start.keys + key_change, values, log_bias)
 
     def _best_change(
         self, weighted: Float[Tensor, "heads queries slots"]
@@ -225,7 +217,7 @@ class Objective:
         return change, torch.baddbmm(error, weighted, change, beta=-1), is_solved
 
 
-def refine_slots(objective: Objective, num_steps: int) -> Slots:
+def refine_slots(objective: Objective, num_steps: int) -> HeadSlots:
     """The slots after some steps of L-BFGS from the start of an objective."""
 
     def value_and_gradient(point: Tensor) -> tuple[Tensor, Tensor]:
@@ -265,61 +257,50 @@ def refine_layers(
             "preset=stable, if the model's keys rotate with their position: use attention-matching"
         )
     slots_of_heads = _slots_of_heads(start)
-    sizes = {index: len(keys) for index, (keys, _, _) in slots_of_heads.items()}
+    sizes = {index: len(slots) for index, slots in slots_of_heads.items()}
     groups = heads.groups_for_fit(sizes)
     for group in tqdm(groups, "refinement", delay=2.0, disable=None, leave=False):
-        prefix_keys, _, _ = heads.trace.head(*group[0])
-        if sizes[group[0]] == len(prefix_keys):
+        layer, example, head = group[0]
+        whole = heads.prefix.layers[layer].present_head(example, head)
+        if sizes[group[0]] == len(whole):
             continue
         batch = heads.load_fitted(group)
         before = [slots_of_heads[index] for index in group]
-        has_bias = before[0][2] is not None
+        has_bias = before[0].log_bias is not None
         objective = Objective.of(
             batch,
             dense_attention(batch),
-            _stacked(before),
+            HeadSlots.stacked(before),
             pull=pull,
             ridge=ridge,
             log_bias=log_bias and has_bias,
         )
         refined = refine_slots(objective, num_steps)
-        dtype = before[0][0].dtype
-        for index, keys, values, bias in zip(group, *refined, strict=True):
-            slots = (keys.to(dtype), values.to(dtype), bias if has_bias else None)
-            slots_of_heads[index] = slots
+        for index, slots in zip(group, refined.split(), strict=True):
+            slots = slots.to(before[0].keys.dtype)
+            slots_of_heads[index] = slots if has_bias else replace(slots, log_bias=None)
     return [_layer(slots_of_heads, index, layer) for index, layer in enumerate(start)]
 
 
-def _slots_of_heads(layers: Sequence[Layer]) -> dict[HeadIndex, Head]:
+def _slots_of_heads(layers: Sequence[Layer]) -> dict[HeadIndex, HeadSlots]:
     """The slots of every head."""
     return {
-        (index, example, head): layer.head(example, head)
+        (index, example, head): slots
         for index, layer in enumerate(layers)
-        for example, counts in enumerate(layer.counts)
-        for head in range(len(counts))
+        for example, row in enumerate(layer.heads())
+        for head, slots in enumerate(row)
     }
 
 
-def _stacked(heads: Sequence[Head]) -> Slots:
-    """The slots of heads with equally many; without log-bias it is 0."""
-    keys = at_least_float32(torch.stack([keys for keys, _, _ in heads]))
-    values = at_least_float32(torch.stack([values for _, values, _ in heads]))
-    biases = [bias for _, _, bias in heads if bias is not None]
-    log_bias = at_least_float32(torch.stack(biases)) if biases else torch.zeros_like(keys[..., 0])
-    return Slots(keys, values, log_bias)
-
-
-def _layer(slots_of_heads: Mapping[HeadIndex, Head], index: int, start: Layer) -> Layer:
+def _layer(slots_of_heads: Mapping[HeadIndex, HeadSlots], index: int, start: Layer) -> Layer:
     """One layer from the slots of its heads."""
-    keys: list[list[Tensor]] = []
-    values: list[list[Tensor]] = []
-    biases: list[list[Tensor]] = []
-    for example, counts in enumerate(start.counts):
-        slots = [slots_of_heads[index, example, head] for head in range(len(counts))]
-        keys.append([head_keys for head_keys, _, _ in slots])
-        values.append([head_values for _, head_values, _ in slots])
-        biases.append([bias for _, _, bias in slots if bias is not None])
-    return CompactLayer.ragged(keys, values, None if start.log_bias is None else biases)
+    num_examples, num_heads = start.counts.shape
+    return CompactLayer.of_heads(
+        [
+            [slots_of_heads[index, example, head] for head in range(num_heads)]
+            for example in range(num_examples)
+        ]
+    )
 
 
 def _whitening(

@@ -4,14 +4,15 @@ from dataclasses import replace
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, Layer
+from kvcat.cache import CompactCache, CompactLayer, HeadSlots
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, dense_attention
 from kvcat.compress.heads import HeadIndex, Heads
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
-from kvcat.types import Tensor, at_least_float32
+from kvcat.types import at_least_float32
 
 _GROUP_ELEMENTS = 2**24  # most numbers that heads solved together hold
 
@@ -30,44 +31,35 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
     Raises:
         InputError: a trace with supervision "self" of a model whose queries cannot be moved.
     """
-    fitted_to = fitted_queries(trace, 1.0, by_share=True)
+    fitted_to = fitted_queries(Prefix.of(trace), 1.0, by_share=True)
     if fitted_to.causal:
         raise InputError("the trace has no queries after its prefix to fit to")
-    heads = Heads(trace, fitted_to, None, _GROUP_ELEMENTS)
+    heads = Heads(Prefix.of(trace), fitted_to, None, _GROUP_ELEMENTS)
     dense: dict[HeadIndex, DenseAttention] = {}
     for group in heads.groups_for_scores():
         attention = dense_attention(heads.load(group))
         dense.update(zip(group, attention.split(), strict=True))
     layers = []
     for index, layer in enumerate(cache.ordinary_layers()):
-        num_examples, num_heads = layer.counts.shape
-        values: list[Tensor] = []
-        biases: list[Tensor] = []
-        for example in range(num_examples):
-            for head in range(num_heads):
-                place = (index, example, head)
-                bias, fitted = _refit_head(heads, dense[place], place, layer)
-                values.append(fitted.to(layer.values.dtype))
-                biases.append(bias)
-        if isinstance(layer, CompactLayer):
-            shape = layer.keys.shape[:3]
-            fitted_values = torch.stack(values).reshape(layer.values.shape)
-            log_bias = torch.stack(biases).reshape(shape)
-        else:
-            fitted_values = torch.cat(values)
-            log_bias = torch.cat(biases)
-        layers.append(replace(layer, values=fitted_values, log_bias=log_bias))
-    return replace(cache, layers=layers, metadata={**cache.metadata, "refit": trace.supervision})
+        grid = [
+            [
+                _refit_head(heads, dense[index, example, head], (index, example, head), slots)
+                for head, slots in enumerate(row)
+            ]
+            for example, row in enumerate(layer.heads())
+        ]
+        layers.append(CompactLayer.of_heads(grid))
+    return replace(
+        cache, layers=layers, metadata={**cache.metadata, "refit": trace.text.supervision}
+    )
 
 
 def _refit_head(
-    heads: Heads, dense: DenseAttention, place: HeadIndex, layer: Layer
-) -> tuple[Tensor, Tensor]:
-    """Log-bias and values of one head's slots."""
-    _, example, head = place
-    keys, values, _ = layer.head(example, head)
+    heads: Heads, dense: DenseAttention, place: HeadIndex, slots: HeadSlots
+) -> HeadSlots:
+    """One head's slots with the log-bias and values of the fit."""
     batch = heads.load_fitted([place])
-    scores = batch.scores(keys=at_least_float32(keys)[None])
+    scores = batch.scores(keys=at_least_float32(slots.keys)[None])
     of_head = DenseAttention(*(tensor[None] for tensor in dense))
-    bias, fitted, _ = fit_to_dense(scores, of_head, at_least_float32(values)[None])
-    return bias[0], fitted[0]
+    bias, values, _ = fit_to_dense(scores, of_head, at_least_float32(slots.values)[None])
+    return replace(slots, values=values[0].to(slots.values.dtype), log_bias=bias[0])

@@ -5,12 +5,11 @@ from functools import partial
 from typing import Any
 
 from kvcat import plugins
-from kvcat.cache import Bits
+from kvcat.cache import parse_bits
 from kvcat.compress import methods
 from kvcat.compress.base import Compressor, Scorer, classes_in
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.kvpress import KVPress
-from kvcat.compress.quantized import Quantized
 from kvcat.errors import InputError
 from kvcat.options import check_options
 
@@ -33,15 +32,14 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
 
     Args:
         name: one of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
-        options: fields of the compressor's dataclass; and ``bits`` for caches in few bits (8, 4, or
-            a text such as "8/4" for keys and values; see ``Quantized``).
+        options: fields of the compressor's dataclass; and ``bits`` for caches in few bits (8 or 4;
+            ``Compressor``).
 
     Raises:
         InputError: the name or an option is unknown, or a value is not valid.
     """
     if "bits" in options:
-        bits = Bits.parse(options.pop("bits"))
-        return Quantized(make_compressor(name, **options), bits)
+        options["bits"] = parse_bits(options["bits"])
     if name.startswith(_KVPRESS):
         return KVPress(name.removeprefix(_KVPRESS), **options)
     if name in COMPRESSORS:

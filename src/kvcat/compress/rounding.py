@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcat.cache import Bits, Grid, PackedHead, key_groups, round_values
+from kvcat.cache import Grid, PackedHead, key_groups, round_values
 from kvcat.types import Float, Int, Tensor, UInt8
 
 # added to the diagonals, relative to their mean
@@ -61,7 +61,7 @@ class RoundedHeads(NamedTuple):
 def round_keys_together(
     keys: Float[Tensor, "heads slots head_dim"],
     queries: Float[Tensor, "heads queries head_dim"],
-    bits: Bits,
+    bits: int,
 ) -> RoundedKeys:
     """Keys in few bits, so that the squared errors of their scores are small.
 
@@ -86,10 +86,10 @@ def round_keys_together(
     grids = []
     for channel in range(head_dim if sizes else 0):
         column = remaining[..., channel]
-        group_grids = [Grid.over(group, 1, bits.keys) for group in column.split(sizes, dim=1)]
+        group_grids = [Grid.over(group, 1, bits) for group in column.split(sizes, dim=1)]
         grid = Grid(*(torch.cat(tensors, dim=1) for tensors in zip(*group_grids, strict=True)))
         by_slot = Grid(*(_for_slots(tensor, sizes) for tensor in grid))
-        codes[..., channel] = by_slot.codes(column, bits.keys)
+        codes[..., channel] = by_slot.codes(column, bits)
         numbers[..., channel] = by_slot.numbers(codes[..., channel], keys.dtype)
         error = column - numbers[..., channel]
         later = feedback[:, channel, channel + 1 :].unsqueeze(1)
@@ -108,7 +108,7 @@ def round_keys_together(
 def round_values_together(
     values: Float[Tensor, "heads slots value_dim"],
     attention: Float[Tensor, "heads queries slots"],
-    bits: Bits,
+    bits: int,
 ) -> RoundedValues:
     """Values in few bits, so that the squared errors of the attention outputs are small.
 
@@ -127,7 +127,7 @@ def round_values_together(
     slots = order.unsqueeze(-1).expand(-1, -1, values.shape[-1])
     remaining = values[:, 1:].gather(1, slots)
     num_packed = remaining.shape[1]
-    no_codes, no_grid = round_values(remaining[:, :0], bits.values)
+    no_codes, no_grid = round_values(remaining[:, :0], bits)
     codes = [no_codes]
     grids = [no_grid]
     numbers = torch.empty_like(remaining)
@@ -136,7 +136,7 @@ def round_values_together(
         stop = min(start + _BLOCK, num_packed)
         for slot in range(start, stop):
             row = remaining[:, slot : slot + 1]
-            row_codes, row_grid = round_values(row, bits.values)
+            row_codes, row_grid = round_values(row, bits)
             numbers[:, slot : slot + 1] = _numbers(row_codes, row_grid, values.dtype)
             errors[:, slot : slot + 1] = row - numbers[:, slot : slot + 1]
             in_block = feedback[:, slot, slot + 1 : stop].unsqueeze(-1)

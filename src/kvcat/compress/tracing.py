@@ -1,8 +1,8 @@
 """The function that runs a model over prefix and suffix, and returns a ``Trace``."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple, cast, get_args
+from typing import cast, get_args
 
 import torch
 from torch.nn.functional import pad
@@ -12,7 +12,6 @@ from kvcat.attention import check_not_wrapped
 from kvcat.cache import (
     CompactCache,
     CompactLayer,
-    Factors,
     check_batch_of_ids,
     fingerprint,
     layer_windows,
@@ -23,7 +22,14 @@ from kvcat.cache import (
 from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.ranges import parsed_ranges
-from kvcat.compress.trace import Reconstruction, Trace, sampled_positions
+from kvcat.compress.trace import (
+    LayerTrace,
+    Past,
+    Reconstruction,
+    Trace,
+    TracedText,
+    sampled_positions,
+)
 from kvcat.errors import InputError, check_least
 from kvcat.memory import return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
@@ -72,95 +78,83 @@ def trace(
     """
     check_not_wrapped(model)
     check_least(0, room=0 if room is None else room)
-    sequence = _sequence(input_ids, prefix_len, supervision)
-    prefix_len = sequence.prefix_len
-    num_tokens = sequence.input_ids.shape[1]
-    check_positions(
-        model.config, type(model).__name__, num_tokens, prefix_len, sequence.supervision
-    )
-    is_followed = sequence.supervision not in ("self", "reconstruction")
+    text = _traced_text(input_ids, prefix_len, supervision)
+    prefix_len = text.prefix_len
+    num_tokens = text.input_ids.shape[1]
+    check_positions(model.config, type(model).__name__, num_tokens, prefix_len, text.supervision)
+    is_followed = text.supervision not in ("self", "reconstruction")
     expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
     whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
-    rope = rope_factors(model.config, expected_len)
+    text = replace(text, rope=rope_factors(model.config, expected_len), room=room)
     past_len = 0
-    past_layers: list[CompactLayer] = []
-    past_protected = parsed_ranges("" if past is None else past.metadata.get("protected", ""))
+    continued: Past | None = None
+    past_bias: list[Float[Tensor, "batch _ _"] | None] = [None] * len(compressed)
     if past is not None:
         if "protected_later" in past.metadata:
             raise InputError(
                 "past has protected slots behind others, of a later document or of a session's "
                 "last tokens, which compression would not keep"
             )
-        past_len = _check_past(past, model, prefix_len, sequence.input_ids, rope)
-        past_layers = [layer.padded() for layer in past.layers]
-        past = replace(past, layers=past_layers)
+        past_len = _check_past(past, model, text)
+        continued = Past(past_len, parsed_ranges(past.metadata.get("protected", "")))
+        padded = [layer.padded() for layer in past.layers]
+        past_bias = [layer.log_bias for layer in padded]
+        past = replace(past, layers=padded)
         recorded = {name: past.metadata[name] for name in _ABOUT if name in past.metadata}
-        sequence = sequence._replace(about={**recorded, **sequence.about})
-    reads_itself = sequence.supervision == "self"
+        text = replace(text, about={**recorded, **text.about})
+    reads_itself = text.supervision == "self"
     prefix_positions = _kept_positions(past_len, prefix_len, every=reads_itself)
     query_positions = prefix_positions
     if not reads_itself:
-        supervising = torch.arange(sequence.supervision_start, num_tokens)
+        supervising = torch.arange(text.supervision_start, num_tokens)
         query_positions = torch.cat([prefix_positions, supervising])
     with frozen(model):
         states_after = layer_states(
             model,
-            sequence.input_ids[:, past_len:prefix_len],
+            text.input_ids[:, past_len:prefix_len],
             whole,
             past=None if past is None else past.to_transformers(model, any_length=True),
             chunk_tokens=chunk_tokens,
-            rope=rope,
+            rope=text.rope,
         )
         captured = capture(
             model,
-            sequence.input_ids[:, past_len:],
+            text.input_ids[:, past_len:],
             query_positions=query_positions - past_len,
             hidden_start=prefix_len - 1 - past_len,
             past=None if past is None else past.to_transformers(model, any_length=True),
             chunk_tokens=chunk_tokens,
-            rope=rope,
+            rope=text.rope,
             layers=compressed,
         )
     _check_finite(model, captured)
-    states = _split(captured, num_tokens - prefix_len, len(prefix_positions))
+    layers = _layer_traces(
+        captured,
+        compressed,
+        past_bias,
+        num_later=num_tokens - prefix_len,
+        num_prefix_queries=len(prefix_positions),
+        reads_itself=reads_itself,
+        continues=past is not None,
+    )
     return_freed_memory()
     return Trace(
         model=model,
-        **sequence._asdict(),
-        keys=states.keys,
-        values=states.values,
-        queries=states.prefix_queries if reads_itself else states.later_queries,
-        suffix_keys=states.suffix_keys,
-        prefix_positions=prefix_positions,
-        prefix_queries=states.prefix_queries,
-        scales=captured.scales,
-        stream=captured.stream,
-        hidden=captured.hidden,
         fingerprint=fingerprint(model),
-        past_len=past_len,
-        log_bias=joined_log_bias(past_layers, prefix_len - past_len),
-        rope=rope,
-        room=room,
-        past_protected=past_protected,
+        text=text,
+        layers=layers,
+        prefix_positions=prefix_positions,
+        hidden=captured.hidden,
+        past=continued,
         states=states_after,
     )
 
 
-class _Sequence(NamedTuple):
-    """The tokens of a trace with their roles, as in ``Trace``."""
-
-    input_ids: Int[Tensor, "batch tokens"]
-    prefix_len: int
-    supervision: Supervision
-    supervision_start: int
-    about: Mapping[str, str]
-
-
-def _sequence(
+def _traced_text(
     input_ids: Int[Tensor, "batch tokens"] | Reconstruction,
     prefix_len: int | None,
     supervision: str | None,
-) -> _Sequence:
+) -> TracedText:
     """The arguments of ``trace``, checked and completed."""
     if isinstance(input_ids, Reconstruction):
         tokens = input_ids.input_ids
@@ -176,42 +170,59 @@ def _sequence(
     supervision_start = prefix_len
     if isinstance(input_ids, Reconstruction):
         supervision_start = input_ids.supervision_start
-    return _Sequence(tokens, prefix_len, source, supervision_start, about)
+    return TracedText(tokens, prefix_len, source, supervision_start, about)
 
 
-class _States(NamedTuple):
-    """The states of a forward pass, split at the end of the prefix; one tensor per layer."""
-
-    keys: list[Tensor]  # of the prefix, like the values
-    values: list[Tensor]
-    suffix_keys: list[Tensor]
-    prefix_queries: list[Tensor]
-    later_queries: list[Tensor]
-
-
-def _split(captured: Capture, num_later: int, num_prefix_queries: int) -> _States:
-    """The states for prefix and suffix.
+def _layer_traces(
+    captured: Capture,
+    numbers: Sequence[int],
+    past_bias: Sequence[Float[Tensor, "batch _ _"] | None],
+    *,
+    num_later: int,
+    num_prefix_queries: int,
+    reads_itself: bool,
+    continues: bool,
+) -> list[LayerTrace]:
+    """The layers of a forward pass, split at the end of the prefix.
 
     The lists of ``captured`` become empty: each layer's tensors are freed once they are copied.
     Without a suffix nothing is copied.
 
     Args:
-        captured: keys, values and queries of all tokens.
+        captured: keys, values and queries of all tokens; those of the prefix come first.
+        numbers: of the layers in the model.
+        past_bias: per layer, log-bias of the slots of a compact cache, which come first; None: they
+            have none, or there is no cache.
         num_later: number of tokens after the prefix.
-        num_prefix_queries: number of kept queries from the prefix, which come first.
+        num_prefix_queries: number of kept queries from the prefix.
+        reads_itself: the queries of the prefix are those that compressors are fitted to.
+        continues: from a compact cache, so that positions of slots are not known.
     """
-    states = _States([], [], [], [], [])
-    while captured.keys:
+    layers = []
+    for index, number in enumerate(numbers):
         keys = captured.keys.pop(0)
         values = captured.values.pop(0)
         queries = captured.queries.pop(0)
-        num_prefix = keys.shape[2] - num_later
-        states.keys.append(_first(keys, num_prefix))
-        states.values.append(_first(values, num_prefix))
-        states.suffix_keys.append(keys[:, :, num_prefix:].clone())
-        states.prefix_queries.append(_first(queries, num_prefix_queries).contiguous())
-        states.later_queries.append(queries[:, :, num_prefix_queries:].clone())
-    return states
+        num_slots = keys.shape[2] - num_later
+        bias = past_bias[index]
+        if bias is not None:  # 0 after the cache
+            bias = pad(bias, (0, num_slots - bias.shape[2]))
+        prefix_queries = _first(queries, num_prefix_queries).contiguous()
+        slots = CompactLayer(_first(keys, num_slots), _first(values, num_slots), bias)
+        if not continues:
+            positions = torch.arange(num_slots, device=keys.device).expand(*keys.shape[:2], -1)
+            slots = replace(slots, positions=positions)
+        layer = LayerTrace(
+            number=number,
+            slots=slots,
+            queries=prefix_queries if reads_itself else queries[:, :, num_prefix_queries:].clone(),
+            suffix_keys=keys[:, :, num_slots:].clone(),
+            prefix_queries=prefix_queries,
+            scale=captured.scales[index],
+            stream=captured.stream[index],
+        )
+        layers.append(layer)
+    return layers
 
 
 def _first(
@@ -240,21 +251,6 @@ def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, 
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
 
 
-def joined_log_bias(
-    past: Sequence[CompactLayer], added: int
-) -> list[Float[Tensor, "batch _ _"]] | None:
-    """The log-bias of all slots, 0 after the cache; None if no layer has a log-bias."""
-    if all(layer.log_bias is None for layer in past):
-        return None
-    biases = []
-    for layer in past:
-        bias = layer.log_bias
-        if bias is None:
-            bias = layer.keys.new_zeros(layer.keys.shape[:3], dtype=torch.float32)
-        biases.append(pad(bias, (0, added)))
-    return biases
-
-
 def _checked_supervision(supervision: str) -> Supervision:
     choices = get_args(Supervision)
     if supervision not in choices:
@@ -277,26 +273,24 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
     return prefix_len
 
 
-def _check_past(
-    past: CompactCache,
-    model: PreTrainedModel,
-    prefix_len: int,
-    input_ids: Int[Tensor, "batch tokens"],
-    rope: Factors | None,
-) -> int:
+def _check_past(past: CompactCache, model: PreTrainedModel, text: TracedText) -> int:
+    """The tokens in a compact cache, which must be the first ones of the text."""
+    prefix_len = text.prefix_len
     past.check_model(model)
-    if past.rotary_factors(model) != rope:
+    if past.rotary_factors(model) != text.rope:
         raise InputError(
             f"past has the {past.metadata['rope']} rotary factors, and {prefix_len} tokens with "
-            f"the text after them need the {rope} ones: trace it again with room= for that text"
+            f"the text after them need the {text.rope} ones: trace it again with room= for that "
+            "text"
         )
     if past.num_tokens >= prefix_len:
         raise InputError(
             f"past holds {past.num_tokens} tokens: the prefix of {prefix_len} adds none to them"
         )
-    if past.batch_size != len(input_ids):
-        raise InputError(f"past holds {past.batch_size} examples, input_ids {len(input_ids)}")
-    past.check_document(input_ids[:, : past.num_tokens], "past")
+    num_rows = len(text.input_ids)
+    if past.batch_size != num_rows:
+        raise InputError(f"past holds {past.batch_size} examples, input_ids {num_rows}")
+    past.check_document(text.input_ids[:, : past.num_tokens], "past")
     return past.num_tokens
 
 

@@ -60,12 +60,7 @@ def encode_document(
     if document.reason is not None:
         return EncodedDocument(document, problem=document.reason)
     try:
-        sequence = reconstruction(
-            tokenizer,
-            document.text,
-            chat=settings.chat,
-            allow_special=settings.allow_special,
-        )
+        sequence = reconstruction(tokenizer, document.text, chat=settings.chat)
     except InputError as error:
         return EncodedDocument(document, problem=str(error))
     return EncodedDocument(document, sequence)

@@ -24,10 +24,9 @@ class CorpusSettings:
         method: NAME or NAME,option=value,... as ``make_compressor`` reads it.
         keep_ratio: fraction of the slots to keep, in (0, 1]; 0.1 if no number of slots is named.
         num_slots: instead, slots per layer and head on average, at least 1.
-        bits: bits of keys and values in packed codes ("8", "4", "8/4"); None: ordinary numbers.
+        bits: bits of keys and values in packed codes ("8" or "4"); None: ordinary numbers.
         supervision: as in ``document_trace``.
         chat: documents open a user's turn in the tokenizer's chat template.
-        allow_special: text that spells a control token becomes that token.
         room: tokens of question and answer, for rotary factors that depend on the length.
         seed: of randomised methods.
         check: measure each document's KL on held-out positions (``CorpusCompressor``).
@@ -44,7 +43,6 @@ class CorpusSettings:
     bits: str | None = None
     supervision: str = "reconstruction"
     chat: bool = False
-    allow_special: bool = False
     room: int | None = None
     seed: int = 0
     check: bool = False

@@ -260,8 +260,8 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
         raise InputError(f"{storage.address}/{SETTINGS} is damaged") from None
     if store_format != _FORMAT:
         raise InputError(
-            f"store {storage.address} has format {store_format}; this version of kvcat reads "
-            f"{_FORMAT}"
+            f"store {storage.address} has format {store_format}, and this version of kvcat reads "
+            f"{_FORMAT}: compress the corpus again, into another store"
         )
     return settings
 

@@ -264,10 +264,8 @@ def merge_states(states: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 def _check_identity(state: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
     """Raise an ``InputError`` if a state belongs to data of another identity."""
-    earlier = {"opening": []}  # runs of earlier versions record no opening: they had none
-    recorded = {**earlier, **state}
     for name, value in expected.items():
-        recorded_value = recorded.get(name, value)  # and no "tokens", no "validation"
+        recorded_value = state.get(name)
         if recorded_value != value:
             raise InputError(
                 f"the saved position belongs to other data: its {name} is {recorded_value!r}, not "

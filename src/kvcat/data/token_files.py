@@ -38,8 +38,6 @@ SPLITS = ("train", "validation")
 PROGRESS = "progress.json"
 BATCH_CHARACTERS = 1 << 18
 SAVE_SECONDS = 5.0
-# settings that folders of earlier versions do not record
-_EARLIER: dict[str, Any] = {"opening": []}
 
 
 def is_token_folder(path: str | Path) -> bool:
@@ -58,7 +56,7 @@ def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> Tok
     """The training and validation sequences of a folder, mapped read-only.
 
     Raises:
-        InputError: not such a folder, a newer format, another tokenizer, a truncated file, fewer
+        InputError: not such a folder, another format, another tokenizer, a truncated file, fewer
             tokens than one sequence.
     """
     folder = Path(folder).expanduser()
@@ -68,7 +66,7 @@ def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> Tok
             f"{folder} holds tokens of tokenizer {index['tokenizer_name']!r} "
             f"({index['tokenizer']}), not of {encoder.name!r} ({encoder.fingerprint})"
         )
-    opening = _setting(index, "opening")
+    opening = index["opening"]
     if opening != list(encoder.opening):
         raise InputError(
             f"{folder} holds documents that begin with the token ids {opening}, not with "
@@ -102,9 +100,10 @@ def _read_index(folder: Path) -> dict[str, Any]:
     if index.get("format") != FORMAT:
         raise InputError(f"{folder / TOKENS_INDEX} does not describe prepared tokens")
     version = index["version"]
-    if version > VERSION:
+    if version != VERSION:
         raise InputError(
-            f"{folder} has format {version}, newer than {VERSION}, the newest this kvcat reads"
+            f"{folder} has format {version}, and this version of kvcat reads {VERSION}: prepare "
+            "the text again"
         )
     return index
 
@@ -201,19 +200,12 @@ def _existing_index(target: Path, settings: dict[str, Any]) -> dict[str, Any]:
     if not settings["source"].startswith(HUB_PREFIX):
         expected["revision"] = open_source(settings["source"]).revision
     for name, value in expected.items():
-        recorded = _setting(index, name)
+        recorded = index.get(name)
         if recorded != value:
             raise InputError(
                 f"{target} holds other tokens: its {name} is {recorded!r}, not {value!r}"
             )
     return index
-
-
-def _setting(recorded: dict[str, Any], name: str) -> Any:
-    """A setting that a folder records; if an older version did not record it, the value that it had
-    then.
-    """
-    return recorded.get(name, _EARLIER.get(name))
 
 
 def _begin(work: Path, settings: dict[str, Any]) -> tuple[Source, dict[str, Any]]:
@@ -222,9 +214,7 @@ def _begin(work: Path, settings: dict[str, Any]) -> tuple[Source, dict[str, Any]
     A Hub data set is opened at the commit of the earlier call.
     """
     saved = _saved(work)
-    is_same = bool(saved) and all(
-        _setting(saved, name) == value for name, value in settings.items()
-    )
+    is_same = bool(saved) and all(saved.get(name) == value for name, value in settings.items())
     source = open_source(settings["source"], revision=saved["revision"] if is_same else None)
     if is_same and saved["revision"] == source.revision:
         return source, saved

@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from kvcat.evals.ability import (
         models_below_chance,
     )
-    from kvcat.evals.ability import models_below_chance as plumbing
     from kvcat.evals.analysis import (
         Analysis,
         analyse,
@@ -113,7 +112,6 @@ __all__ = [
     "find_evaluation",
     "models_below_chance",
     "models_of",
-    "plumbing",
     "progress_bar",
     "read_config",
     "read_costs",
@@ -170,11 +168,9 @@ _MODULES = {
     "windows_from_documents": "suffix",
 }
 """The module that defines each name."""
-_EARLIER_NAMES = {"plumbing": "models_below_chance"}
 
 
 def __getattr__(name: str) -> Any:
-    name = _EARLIER_NAMES.get(name, name)
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)

@@ -20,7 +20,6 @@ from kvcat.option_types import (
     Seed,
     Seeds,
     Strings,
-    Unset,
     flat,
 )
 
@@ -160,10 +159,6 @@ class Evaluation:
     dtype: Dtype = "float32"
     data_seed: DataSeed = 0
     batch_size: BatchSize = 8
-    ray: Unset[str] = None
-    """Evaluate on a Ray cluster: its address, or auto. By default in this process."""
-    workers: Unset[Count] = None
-    """Number of Ray workers; by default as many as the cluster has devices."""
 
     def make_task(self, tokenizer: Any, value: Any) -> "Task":
         """The task: examples, and their scoring.

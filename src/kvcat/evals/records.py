@@ -8,7 +8,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from kvcat.cache import are_comparable
 from kvcat.errors import InputError, one_line
 from kvcat.evals.registry import evaluation_names, find_evaluation
 from kvcat.files import LOCK_FILE, append_jsonl, claim_folder, one_writer, read_json, read_jsonl
@@ -128,11 +127,6 @@ class ResultsFolder:
             if not lock.name.endswith(f"-of-{count}"):
                 with one_writer(self.path, lock.name):
                     pass
-
-    def fingerprint_of(self, label: str) -> str | None:
-        """The fingerprint in a label's records; None if the label has no records."""
-        weights = models_of(self.records).get(label)
-        return None if weights is None else weights["fingerprint"]
 
     def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
         """Reject a label whose records in this folder have other weights or another dtype."""
@@ -288,9 +282,6 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     for record in records:
         weights = {"fingerprint": record.fingerprint, "dtype": record.dtype}
         known = models.setdefault(record.model, weights)
-        if not are_comparable(record.fingerprint, known["fingerprint"]):
-            # another version of kvcat computes other fingerprints for the same weights
-            known = {**known, "fingerprint": record.fingerprint}
         if known != weights:
             raise InputError(
                 f"the records of model {record.model!r} come from two different models"

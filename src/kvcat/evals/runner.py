@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, fingerprint, fingerprint_like
+from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, seeded_compressor, takes_seed
 from kvcat.compress.calibration import budget_digests
 from kvcat.errors import InputError, check_least
@@ -173,11 +173,7 @@ class _Run:
     measured: list[_Job] = field(default_factory=list, init=False)  # jobs whose costs are known
 
     def __post_init__(self) -> None:
-        recorded = self.folder.fingerprint_of(self.label)
-        if recorded is None:
-            self.fingerprint = fingerprint(self.model)
-        else:  # computed like that of the earlier records
-            self.fingerprint = fingerprint_like(recorded, self.model)
+        self.fingerprint = fingerprint(self.model)
         self.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
 
     def has_scored(self, batch: _Batch) -> bool:

@@ -12,7 +12,6 @@ from kvcat.evals.suffix import SuffixTask, make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
-from kvcat.recipes.pretrain import pretrain
 from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
 from kvcat.report import overview_text, read_results, write_report
 from kvcat.training.config import TrainConfig
@@ -78,19 +77,6 @@ STANDARD = DemoPlan(
     trained_methods=("attention-matching", "snapkv"),
     trained_windows=12,
 )
-FULL = DemoPlan(
-    name="full",
-    methods=(
-        "attention-matching", "h2o", "snapkv", "tova", "streaming", "keynorm", "first", "random",
-    ),
-    num_windows=128,
-    max_steps=1000,
-    batch_size=8,
-    seq_len=1024,
-    num_validations=6,
-    trained_methods=("attention-matching", "snapkv", "keynorm"),
-    trained_windows=128,
-)  # fmt: skip
 
 
 def training_config(
@@ -142,9 +128,7 @@ def compression_task(tokenizer: Any, plan: DemoPlan) -> SuffixTask:
     )
 
 
-def run_demo(
-    plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu", from_scratch: bool = False
-) -> Path:
+def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu") -> Path:
     """The path of ``report.html``, after compression, training and evaluation.
 
     Every part continues from where it was stopped: the runs from their checkpoints, the evaluations
@@ -155,25 +139,20 @@ def run_demo(
         out: folder of the demo.
         seed: seed of training and compression; the windows stay the same.
         device: device of all parts.
-        from_scratch: pretrain the base first.
 
     Raises:
         InputError: the folder contains other files, or a demo with another plan or seed.
     """
-    _claim(out, {"plan": asdict(plan), "seed": seed, "from_scratch": from_scratch})
-    base = BASE_NAME
-    if from_scratch:
-        print("Pretraining the base from scratch.", flush=True)
-        base = str(pretrain(out / "base", device=device))
+    _claim(out, {"plan": asdict(plan), "seed": seed})
     print("1. Compression: caches of held-out text, made from the text alone.", flush=True)
-    model, tokenizer = load(base, device=device)
+    model, tokenizer = load(BASE_NAME, device=device)
     task = compression_task(tokenizer, plan)
     folder = out / "compression"
     evaluate(task, {BASE: (model, tokenizer)}, plan.methods, plan.keep_ratios, folder, seeds=[seed])
     compression = read_results(folder)
     print("\n" + overview_text(compression))
     print("2. Training: the paper's method, and a control on the same tokens.", flush=True)
-    folders = {BASE: base, **_train_both(plan, base, out, seed=seed, device=device)}
+    folders = {BASE: BASE_NAME, **_train_both(plan, out, seed=seed, device=device)}
     models = {label: load(folder, device=device) for label, folder in folders.items()}
     task = make_task(tokenizer, windows=plan.trained_windows)
     folder = out / "training"
@@ -192,7 +171,7 @@ def run_demo(
         title="KV-cache compression, and KV-CAT training, on a small model of Python source code",
         answers=answers,
         runs={"KV-CAT": out / "kv-cat", "control": out / "control"},
-        context={"plan": plan.name, "training seed": str(seed), "base": base},
+        context={"plan": plan.name, "training seed": str(seed), "base": BASE_NAME},
     )
     _print_answers(answers)
     print(f"\nReport: {page}")
@@ -201,13 +180,13 @@ def run_demo(
     return page
 
 
-def _train_both(plan: DemoPlan, base: str, out: Path, *, seed: int, device: str) -> dict[str, str]:
+def _train_both(plan: DemoPlan, out: Path, *, seed: int, device: str) -> dict[str, str]:
     """The exported folders of the control and of KV-CAT, by label, after training."""
     folders = {}
     for policy, label in (("control", "control"), ("router", "KV-CAT")):
         tokens = f"{plan.batch_size * plan.seq_len} tokens"
         print(f"\nTraining {label}: {plan.max_steps} steps of {tokens}.", flush=True)
-        config = training_config(plan, policy, base, out, seed=seed, device=device)
+        config = training_config(plan, policy, BASE_NAME, out, seed=seed, device=device)
         folders[label] = str(train(config).export)
     return folders
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache, are_comparable, fingerprint
+from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import compose, question_ids
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError, one_line
@@ -173,7 +173,7 @@ class Engine:
     ) -> None:
         known = str(store.settings.get("fingerprint"))
         mine = fingerprint(model)
-        if not are_comparable(known, mine) or known != mine:
+        if known != mine:
             raise InputError(
                 f"store {store.address} belongs to another model: its fingerprint is {known[:12]}, "
                 f"the model's {mine[:12]}"

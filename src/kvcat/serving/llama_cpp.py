@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from kvcat.cache import are_comparable
 from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
 from kvcat.serving.llama_abi import (
@@ -172,10 +171,6 @@ class LlamaCpp:
 
     def _check_fits(self, prefix: Prefix) -> None:
         """Reject a cache of another model, another shape, or more slots than cells."""
-        if self._fingerprint and not are_comparable(self._fingerprint, prefix.fingerprint):
-            raise InputError(
-                f"{prefix.path} or the GGUF file is of an older kvcat: `kvcat widen` and pack again"
-            )
         if self._fingerprint not in ("", prefix.fingerprint):
             raise InputError(
                 "the cache belongs to another model: its fingerprint is "

@@ -21,7 +21,6 @@ from kvcat.cache import (
     CompactLayer,
     fingerprint,
     first_slots,
-    positions_by_head,
 )
 from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
 from kvcat.errors import InputError
@@ -135,13 +134,18 @@ def export_prefix(
 
 def first_slot_facts(cache: CompactCache) -> dict[str, str]:
     """Metadata about which of the first tokens have a slot; empty if that is not known."""
-    recorded = first_slots([positions_by_head(layer) for layer in cache.ordinary_layers()])
+    recorded = first_slots([layer.heads() for layer in cache.ordinary_layers()])
     if not recorded and FIRST_SLOTS in cache.metadata:  # of a cache in few bits
         recorded = {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
     if not recorded and cache.mean_slots == cache.num_tokens and "protected" not in cache.metadata:
         every_token = torch.arange(cache.num_tokens)
-        counts = [layer.counts for layer in cache.layers]
-        recorded = first_slots([[[every_token] * each.shape[1]] * len(each) for each in counts])
+        grids = [layer.heads() for layer in cache.ordinary_layers()]
+        recorded = first_slots(
+            [
+                [[replace(head, positions=every_token) for head in row] for row in grid]
+                for grid in grids
+            ]
+        )
     return recorded
 
 
@@ -258,7 +262,7 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
         raise InputError(
             f"heads of up to {cache.max_slots} and on average {cache.mean_slots:.1f} slots: an "
             "engine holds equally many in all heads of a layer; pack for a widened checkpoint "
-            "(--head-dim), or compress with budgets=layers or budgets=equal"
+            "(--head-dim), or compress with budgets=equal"
         )
     elif cache.has_log_bias and not drop_log_bias:
         raise InputError(

@@ -11,7 +11,6 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvcat.cache import are_comparable
 from kvcat.compress.chat import ChatTemplate
 from kvcat.compress.documents import question_ids
 from kvcat.errors import InputError
@@ -96,11 +95,6 @@ class CacheFolder(NamedCaches):
         except InputError as error:  # a client sees the message and need not know the folder
             reason = str(error).replace(str(path), "the file")
             raise InputError(f"cache {name!r}: {reason}") from None
-        if not are_comparable(prefix.fingerprint, self.fingerprint):
-            raise InputError(
-                f"cache {name!r} or the widened model is of an older kvcat: "
-                "`kvcat widen` and pack again"
-            )
         if prefix.fingerprint != self.fingerprint:
             raise InputError(f"cache {name!r} belongs to another model")
         if prefix.shape != self.shape:

@@ -5,7 +5,7 @@ import json
 from dataclasses import dataclass
 from functools import lru_cache
 
-from kvcat.cache import CompactCache, are_comparable
+from kvcat.cache import CompactCache
 from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
 from kvcat.errors import InputError
 from kvcat.serving.prefix import LayerStates, PackedDocument, first_slot_facts, wide_layer
@@ -61,7 +61,7 @@ class CacheStore(NamedCaches):
         self._rotation = rotation
         self._store = _open(address)
         known = str(self._store.settings.get("fingerprint"))
-        if not are_comparable(known, fingerprint) or known != fingerprint:
+        if known != fingerprint:
             raise InputError(
                 f"store {address} belongs to another model: its fingerprint is {known[:12]}, the "
                 f"served model's {fingerprint[:12]}"

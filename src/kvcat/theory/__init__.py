@@ -1,4 +1,4 @@
-"""The paper's theory as running code: constructions, exact optima over all policies, errata.
+"""The paper's theory as running code: constructions, exact optima over all policies.
 
 Nothing here trains and nothing needs a model. ``docs/theory.md`` explains each result.
 """
@@ -10,7 +10,6 @@ from kvcat.theory.definitions import (
     compressibility,
     sequences,
 )
-from kvcat.theory.errata import find_errata
 from kvcat.theory.histogram import (
     compressible_histogram,
     histogram_policy,
@@ -39,7 +38,6 @@ __all__ = [
     "compressible_histogram",
     "compressible_network",
     "definition_optimum",
-    "find_errata",
     "histogram_policy",
     "hull_lemma_bound",
     "incompressible_histogram",

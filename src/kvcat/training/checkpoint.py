@@ -267,8 +267,8 @@ def verify(folder: Path) -> dict[str, Any]:
     try:
         state = json.loads((folder / _STATE).read_text())
         if state["format"] != _FORMAT:
-            versions = f"has format {state['format']}; this version reads {_FORMAT}"
-            raise InputError(f"checkpoint {folder} {versions}")
+            versions = f"has format {state['format']}, and this version of kvcat reads {_FORMAT}"
+            raise InputError(f"checkpoint {folder} {versions}: begin the run in another folder")
         for name, digest in state["sha256"].items():
             if _digest(folder / name) != digest:
                 raise DamagedError(f"{damaged}: {name} does not match its checksum")

@@ -1,8 +1,7 @@
-"""Estimates the memory and time of a run before anything is loaded, from the speed of devices."""
+"""Estimates the memory and the operations of a run before anything is loaded."""
 
 import importlib.util
 import os
-import timeit
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import NamedTuple
@@ -21,28 +20,7 @@ from kvcat.training.config import TrainConfig, check_batch
 from kvcat.training.distributed import world_size
 from kvcat.training.objective import make_masked_pass
 
-# share of the device's matrix product that training reaches; the aim of benchmarks/training.py with
-# compiled layers
-_UTILISATION = 0.2
-_UTILISATION_COMPILED = 0.4
 _USABLE = 0.9  # share of a device's memory that an estimate may reach
-_ABSENT_GPU = 989e12  # an H100's bfloat16 peak, if this machine has no GPU
-
-
-class _Peak(NamedTuple):
-    """Dense peak of one device in operations per second, from the vendor's data sheet."""
-
-    bfloat16: float
-    float32: float
-
-
-_PEAKS = {
-    "H200": _Peak(989e12, 67e12),
-    "H100": _Peak(989e12, 67e12),
-    "A100": _Peak(312e12, 19.5e12),
-    "L40S": _Peak(362e12, 92e12),
-    "RTX 4090": _Peak(165e12, 83e12),
-}
 
 
 class _Memory(NamedTuple):
@@ -55,13 +33,6 @@ class _Memory(NamedTuple):
     def gib(self) -> float:
         """Both together, in GiB."""
         return (self.state + self.activations) / 2**30
-
-
-class _Speed(NamedTuple):
-    """Operations per second of one process' device, and the source of the figure."""
-
-    flops: float
-    source: str
 
 
 def check_request(config: TrainConfig) -> None:
@@ -87,12 +58,12 @@ def check_request(config: TrainConfig) -> None:
 
 
 def plan(config: TrainConfig) -> dict[str, str]:
-    """Parameters, tokens, steps, memory and hours of a run, each as a line; nothing is written.
+    """Parameters, tokens, steps, memory and operations of a run, each as a line.
 
     Memory counts weights, gradients and AdamW's moments in float32, sharded over the processes; the
     activations of one forward pass; a chunk of logits; and a frozen teacher, which every process
-    holds whole. Hours assume 20 % of the speed of a large matrix product on this device (40 % with
-    ``compile``), or of an H100's data sheet if the device is not there.
+    holds whole. Hours depend on the device; ``runs/README.md`` has those of an H100. Nothing is
+    written.
 
     Raises:
         InputError: what ``train`` would reject before it loads the model, except an output folder
@@ -112,10 +83,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     micro_batch = _micro_batch(config)
     memory = _memory(model, config, num_router_parameters)
     num_tokens = config.max_steps * config.tokens_per_step
-    speed = _speed(config)
-    utilisation = _UTILISATION_COMPILED if config.compile else _UTILISATION
-    flops = num_tokens * flops_per_token(model, config)
-    hours = flops / (utilisation * speed.flops * num_processes) / 3600
+    per_token = flops_per_token(model, config)
     return {
         "model": f"{config.model}: {num_parameters:,} parameters, "
         f"{num_router_parameters:,} more in routers",
@@ -127,8 +95,8 @@ def plan(config: TrainConfig) -> dict[str, str]:
         "memory per device": f"about {memory.gib:.1f} GiB: {memory.state / 2**30:.1f} for "
         f"weights, gradients and moments, {memory.activations / 2**30:.1f} for activations and "
         "logits",
-        "time": f"about {hours:,.1f} hours at {100 * utilisation:.0f} % of "
-        f"{float(f'{speed.flops / 1e12:.3g}'):,g} TFLOP/s a process ({speed.source})",
+        "operations": f"{num_tokens * per_token:.3g} in floating point, {per_token:.3g} a token: "
+        f"6 (N + T L d) in each of {_num_passes(config):g} passes",
         "output": config.output,
     }
 
@@ -150,19 +118,13 @@ def flops_per_token(model: PreTrainedModel, config: TrainConfig) -> float:
         num_parameters -= embedding.numel()  # type: ignore[operator]
     attention = 6.0 * text.num_hidden_layers * config.seq_len * width
     one_pass = 6.0 * num_parameters + attention
+    return _num_passes(config) * one_pass
+
+
+def _num_passes(config: TrainConfig) -> float:
+    """Forward and backward passes over a token that the objective needs."""
     teacher = 1 / 3 if config.teacher == "frozen" else 0.0  # a forward pass alone
-    return (1 + config.masked_share + teacher) * one_pass
-
-
-def peak_flops(device: torch.device, dtype: str) -> float | None:
-    """Operations per second that the device can do in this type; None if that is not known."""
-    if device.type != "cuda":
-        return None
-    device_name = torch.cuda.get_device_name(device)
-    for name, peak in _PEAKS.items():
-        if name in device_name:
-            return peak.bfloat16 if dtype == "bfloat16" else peak.float32
-    return None
+    return 1 + config.masked_share + teacher
 
 
 def memory_concern(config: TrainConfig) -> str | None:
@@ -259,16 +221,3 @@ def _activations(model: PreTrainedModel, config: TrainConfig, micro_batch: int) 
 def _compute_bytes(config: TrainConfig) -> int:
     """Bytes of a number in the type of the matrix products."""
     return 2 if config.dtype == "bfloat16" else 4
-
-
-def _speed(config: TrainConfig) -> _Speed:
-    if config.device.startswith("cuda") and not torch.cuda.is_available():
-        return _Speed(_ABSENT_GPU, "data sheet of an H100: no GPU here")
-    device = parse_device(config.device)
-    peak = peak_flops(device, config.dtype)
-    if peak is not None:
-        return _Speed(peak, "data sheet")
-    size = 1024
-    matrix = torch.ones(size, size, device=device, dtype=getattr(torch, config.dtype))
-    seconds = timeit.repeat(lambda: float((matrix @ matrix)[0, 0]), number=1, repeat=5)
-    return _Speed(2 * size**3 / min(seconds), "a matrix product, measured")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcat.cache import fingerprint, fingerprint_like
+from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl, claim_folder, one_writer, read_json, read_jsonl, write_json
 from kvcat.training.checkpoint import folders, step_of
@@ -129,12 +129,9 @@ def check_start(run: Path, model: PreTrainedModel) -> str:
         InputError: the run has checkpoints, and started from another model.
     """
     file = run / START_FILE
-    # a run without checkpoints begins again; folders of earlier versions record no model
-    if not folders(run) or not file.exists():
-        return fingerprint(model)
-    recorded = read_json(file)["fingerprint"]
-    actual = fingerprint_like(recorded, model)
-    if actual != recorded:
+    actual = fingerprint(model)
+    # a run without checkpoints begins again
+    if folders(run) and actual != read_json(file)["fingerprint"]:
         name = model.config.name_or_path
         raise InputError(
             f"{run} holds another run: {name} is no longer the model that it started from"
@@ -147,8 +144,6 @@ def _read_state(config: TrainConfig) -> FolderState:
     saved = claim_folder(run, CONFIG_FILE, None)
     if saved is None:
         return FolderState({}, config.max_steps, None)
-    # a run of an earlier version names no bos: the data say whether they are the same
-    saved.setdefault("bos", config.bos)
     try:
         previous = TrainConfig.from_dict(saved)
     except InputError as error:
@@ -189,9 +184,7 @@ def _last_record(config: TrainConfig) -> Record | None:
     run = Path(config.output)
     if not (run / DONE_FILE).exists() or not (run / "export" / "config.json").exists():
         return None
-    wanted = _done_record(config)
-    done = {**wanted, **read_json(run / DONE_FILE)}  # an earlier version wrote the steps alone
-    if done != wanted:
+    if read_json(run / DONE_FILE) != _done_record(config):
         return None
     records = read_jsonl(run / METRICS_FILE)
     return records[-1] if records else {}

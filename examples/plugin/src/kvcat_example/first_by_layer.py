@@ -3,11 +3,8 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from kvcat import CompactCache
 from kvcat.cache import CompactLayer
-from kvcat.compress import Compressor, Trace, compact_cache
+from kvcat.compress import Compressor, Prefix
 
 
 @dataclass(frozen=True)
@@ -20,12 +17,11 @@ class FirstByLayer(Compressor):
 
     spread: float = 0.5
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """One cache for every average number of slots."""
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[list[CompactLayer]]:
+        """The layers for every average number of slots."""
         for size in sizes:
-            counts = self._slots_of_layers(len(trace.keys), size, trace.max_slots)
-            layers = [_first(trace, layer, count) for layer, count in enumerate(counts)]
-            yield compact_cache(trace, layers, "first-by-layer", {"spread": self.spread})
+            counts = self._slots_of_layers(len(prefix.layers), size, prefix.max_slots)
+            yield [_first(*each) for each in zip(prefix.layers, counts, strict=True)]
 
     def _slots_of_layers(self, num_layers: int, average: int, most: int) -> list[int]:
         """Slots of every layer; their sum is ``num_layers * average``."""
@@ -39,9 +35,7 @@ class FirstByLayer(Compressor):
         return [average + extra for extra in extras]
 
 
-def _first(trace: Trace, layer: int, count: int) -> CompactLayer:
-    """The first slots of a layer with their original keys and values."""
-    keys = trace.keys[layer][:, :, :count]
-    values = trace.values[layer][:, :, :count]
-    positions = torch.arange(count, device=keys.device).expand(*keys.shape[:2], count)
-    return CompactLayer(keys, values, None, positions)
+def _first(layer: CompactLayer, count: int) -> CompactLayer:
+    """The first slots of a layer with their keys, values and positions."""
+    positions = None if layer.positions is None else layer.positions[:, :, :count]
+    return CompactLayer(layer.keys[:, :, :count], layer.values[:, :, :count], None, positions)

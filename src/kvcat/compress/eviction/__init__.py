@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from kvcat.cache import CompactCache
-from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in, compact_cache
-from kvcat.compress.trace import Trace
+from kvcat.cache import Layer
+from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in
+from kvcat.compress.prefix import Prefix
 from kvcat.errors import InputError
 from kvcat.options import check_options
 from kvcat.types import Float, Tensor
@@ -35,34 +35,60 @@ class Eviction(Compressor):
             range.
     """
 
-    name: str
+    scorer_name: str
     scorer: Scorer
 
-    def __init__(self, name: str, /, scorer_class: type[Scorer] | None = None, **options: Any):
+    def __init__(
+        self,
+        name: str,
+        /,
+        scorer_class: type[Scorer] | None = None,
+        *,
+        bits: int | None = None,
+        **options: Any,
+    ):
         if scorer_class is None:
             if name not in SCORERS:
                 raise InputError(f"no eviction scorer {name!r}; there are {', '.join(SCORERS)}")
             scorer_class = SCORERS[name]
         check_options(scorer_class, options, name)
-        object.__setattr__(self, "name", name)
+        object.__setattr__(self, "bits", bits)
+        object.__setattr__(self, "scorer_name", name)
         object.__setattr__(self, "scorer", scorer_class(**options))
+
+    @property
+    def name(self) -> str:
+        """The scorer's name."""
+        return self.scorer_name
+
+    @property
+    def needs_all_queries(self) -> bool:  # type: ignore[override]
+        """Whether the scorer does."""
+        return self.scorer.needs_all_queries
 
     @property
     def draws(self) -> bool:
         """Whether the result depends on a seed."""
         return hasattr(self.scorer, "seed")
 
+    def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
+        """The scorer's options."""
+        return dict(vars(self.scorer))
+
     @torch.no_grad()
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; scores are measured once for all sizes."""
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The kept slots; scores are measured once for all sizes, on the whole prefix."""
+        trace = prefix.trace
         measured = self.scorer.measure(trace) if sizes else []
         for size in sizes:
-            num_recent = self.scorer.num_recent(size - trace.num_protected)
-            layers = [
-                best_layer(trace, index, _with_recent(scores, num_recent), size)
-                for index, scores in enumerate(measured)
-            ]
-            yield compact_cache(trace, layers, self.name, vars(self.scorer))
+            num_recent = self.scorer.num_recent(size)
+            layers = []
+            for layer, slots, scores in zip(trace.layers, prefix.layers, measured, strict=True):
+                scores = _with_recent(scores, num_recent)
+                if prefix.protected:
+                    scores = scores.index_select(2, trace.other_slots(layer))
+                layers.append(best_layer(slots, scores, size))
+            yield layers
 
 
 def _with_recent(

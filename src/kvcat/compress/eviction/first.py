@@ -12,4 +12,4 @@ class First(Scorer):
 
     def measure(self, trace: Trace) -> Scores:
         """Minus the position."""
-        return [-trace.ranks(layer).float() for layer in range(len(trace.keys))]
+        return [-layer.slots.ranks().float() for layer in trace.layers]

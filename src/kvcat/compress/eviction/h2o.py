@@ -1,6 +1,7 @@
 """H2O: heavy hitters and recent positions."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
@@ -16,6 +17,8 @@ class H2O(Scorer):
     References: Zhang et al. 2023, "H2O: Heavy-Hitter Oracle for Efficient Generative Inference",
         arXiv:2306.14048.
     """
+
+    needs_all_queries: ClassVar[bool] = True
 
     def measure(self, trace: Trace) -> Scores:
         """Accumulated attention."""

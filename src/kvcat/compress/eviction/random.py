@@ -24,11 +24,11 @@ class Random(Scorer):
         """Uniform numbers in [0, 1)."""
         generators = example_generators(trace, self.seed)
         scores_of_layers = []
-        for layer, keys in enumerate(trace.keys):
-            exists = trace.ranks(layer).cpu() >= 0
+        for layer in trace.layers:
+            exists = layer.slots.exists().cpu()
             scores = torch.zeros(exists.shape)
             for example, generator in enumerate(generators):
                 num_slots = int(exists[example].sum())
                 scores[example][exists[example]] = torch.rand(num_slots, generator=generator)
-            scores_of_layers.append(scores.to(keys.device))
+            scores_of_layers.append(scores.to(layer.slots.keys.device))
         return scores_of_layers

@@ -1,6 +1,7 @@
 """SnapKV: the positions that the end of the prefix attends to."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch.nn.functional import avg_pool1d, max_pool1d
 
@@ -27,6 +28,8 @@ class SnapKV(Scorer):
     References: Li et al. 2024, "SnapKV: LLM Knows What You are Looking for Before Generation",
     arXiv:2404.14469.
     """
+
+    needs_all_queries: ClassVar[bool] = True
 
     window: int = 32
     kernel_size: int = 7

@@ -31,7 +31,7 @@ class StreamingLLM(Scorer):
     def measure(self, trace: Trace) -> Scores:
         """The position; infinite for the sinks."""
         scores = []
-        for layer in range(len(trace.keys)):
-            ranks = trace.ranks(layer)
+        for layer in trace.layers:
+            ranks = layer.slots.ranks()
             scores.append(ranks.float().masked_fill(ranks < self.num_sinks, torch.inf))
         return scores

@@ -1,6 +1,7 @@
 """TOVA: the positions that the last one attends to."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
@@ -16,6 +17,8 @@ class TOVA(Scorer):
 
     References: Oren et al. 2024, "Transformers are Multi-State RNNs", arXiv:2401.06104.
     """
+
+    needs_all_queries: ClassVar[bool] = True
 
     def measure(self, trace: Trace) -> Scores:
         """Attention weight from the last query, averaged over the query heads."""

@@ -2,41 +2,33 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
-from itertools import repeat
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import (
-    Bits,
-    CompactCache,
     CompactLayer,
+    HeadGrid,
+    HeadSlots,
     Layer,
-    PackedHead,
-    QuantizedLayer,
-    check_dims,
-    first_slots,
 )
-from kvcat.compress.base import Compressor, compact_cache
+from kvcat.compress.base import Compressor
 from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
-from kvcat.compress.calibration import MEASURED, CalibratedBudgets, load_budgets
+from kvcat.compress.calibration import load_budgets
 from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
-from kvcat.compress.key_order import KeysByResidual
-from kvcat.compress.protection import behind_protected
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries, usual_own_weight
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
-from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.options import check_options
-from kvcat.types import Float, Int, Tensor
 
-BUDGETS = ("equal", *MEASURED)
+BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 3e-3},
@@ -50,25 +42,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 
-class HeadFit(NamedTuple):
-    """The slots that a batch of KV heads keeps."""
-
-    slots: Int[Tensor, "heads slots"]  # positions in the prefix, ascending
-    values: Float[Tensor, "heads slots value_dim"]
-    log_bias: Float[Tensor, "heads slots"]  # nats
-
-    def split(self) -> Iterator["HeadFit"]:
-        """The slots of each head, without the dimension of heads."""
-        return map(HeadFit._make, zip(*self, strict=True))
-
-
-class SlotsOfHead(NamedTuple):
-    """The slots that one KV head keeps, and in few bits their keys and values."""
-
-    fit: HeadFit  # without the dimension of heads
-    packed: PackedHead | None
-
-
 @dataclass(frozen=True)
 class _Options(Compressor):
     """The options of ``AttentionMatching``, described there."""
@@ -78,7 +51,6 @@ class _Options(Compressor):
     num_iters: int | None = None
     ridge: float | None = 0.05
     own_weight: float | None = None
-    key_ridge: float | None = None
     log_bias: bool = True
     budgets: str = "adaptive"
     seed: int = 0
@@ -90,8 +62,6 @@ class _Options(Compressor):
         _check_range("num_iters", self.num_iters, least=0)
         _check_range("own_weight", self.own_weight, least=0)
         check_ridge(self.ridge)
-        if self.key_ridge is not None and self.key_ridge <= 0:
-            raise InputError(f"key_ridge must be a number above 0, not {self.key_ridge}")
 
 
 class AttentionMatching(_Options):
@@ -120,17 +90,12 @@ class AttentionMatching(_Options):
         own_weight: weight of the prefix's own queries, moved after it (``fitted_queries``), all
             together and relative to the others; 0 leaves them out. They represent the queries of
             later text. None: 1 with a repetition of the document, 2 with other text.
-        key_ridge: None keeps the keys with the largest importance. A number takes them one after
-            another, the next one being that with the largest importance beyond what the keys
-            before explain, with this ridge (``KeysByResidual``): with 0.1 KL is 4 to 10 % lower at
-            10 % of the slots, in one and a half times the seconds.
         log_bias: False fits no log-bias; slots that have one from an earlier compression keep it.
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
-            stream that they are added to, have a small sum: "adaptive" among the heads of all
-            layers, "layers" among the layers, whose heads then have equally many. A file of
-            `kvcat budgets` (``CalibratedBudgets``) allocates by the errors of other documents,
-            which saves the time of measuring this one's.
+            stream that they are added to, have a small sum: "adaptive", by errors that are measured
+            on the document. A file of `kvcat budgets` (``CalibratedBudgets``) allocates by the
+            errors of other documents, which saves the time of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
@@ -155,109 +120,101 @@ class AttentionMatching(_Options):
         """Whether the result depends on the seed."""
         return self.num_queries is not None
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; queries and dense attention are computed once for all sizes."""
-        return self._compress(trace, sizes, None)
+    def facts(self, prefix: Prefix) -> dict[str, object]:
+        """The options, those that depend on the trace filled in, and the digest of the budgets."""
+        facts = super().facts(prefix)
+        if self.own_weight is None:
+            facts["own_weight"] = usual_own_weight(prefix.trace)
+        if self.budgets not in BUDGETS:
+            digest = load_budgets(self.budgets).digest
+            facts["budgets"] = f"{Path(self.budgets).name} {digest[:12]}"
+        return facts
 
-    def compress_quantized(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits
-    ) -> Iterator[CompactCache]:
-        """The caches in few bits.
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The layers; queries and dense attention are computed once for all sizes."""
+        for grids in self._fitted_heads(prefix, sizes, None):
+            yield [CompactLayer.of_heads(grid) for grid in grids]
+
+    def fit_codes(
+        self, prefix: Prefix, sizes: Sequence[int], bits: int
+    ) -> Iterator[Sequence[HeadGrid]]:
+        """The heads with their codes.
 
         The keys are rounded first. Log-bias and values are fitted to the rounded keys, and then the
         values are rounded, each making up for the errors of those before.
         """
-        check_dims(trace.keys[0].shape[-1], trace.values[0].shape[-1], bits)
-        return self._compress(trace, sizes, bits)
+        return self._fitted_heads(prefix, sizes, bits)
 
     @torch.no_grad()
-    def _compress(
-        self, trace: Trace, sizes: Sequence[int], bits: Bits | None
-    ) -> Iterator[CompactCache]:
-        if not sizes:
-            return
-        heads = self._heads(trace)
-        unprotected = heads.trace
-        sizes = [size - trace.num_protected for size in sizes]
-        calibrated = None if self.budgets in BUDGETS else load_budgets(self.budgets)
-        dense, allocations = self._attention_and_slots(heads, sizes, calibrated)
-        options = {option.name: getattr(self, option.name) for option in fields(self)}
-        if self.own_weight is None:
-            options["own_weight"] = usual_own_weight(trace)
-        if calibrated is not None:
-            options["budgets"] = f"{Path(self.budgets).name} {calibrated.digest[:12]}"
-        if bits is not None:
-            options["bits"] = bits
-        for slots_of_heads in allocations:
-            fits = self._fit(heads, dense, slots_of_heads, bits)
-            layers = []
-            for index in range(len(trace.keys)):
-                layer = _layer(unprotected, index, fits, log_bias=self.log_bias, bits=bits)
-                if not isinstance(layer, QuantizedLayer):
-                    layer = behind_protected(trace, index, layer)
-                layers.append(layer)
-            if bits is not None and not trace.past_len:
-                options |= _first_slots(trace, fits)
-            yield compact_cache(trace, layers, "attention-matching", options)
-
-    def _heads(self, trace: Trace) -> Heads:
-        """The trace's heads with the queries to fit to."""
-        fitted = fitted_queries(trace, self.own_weight, by_share=self.num_iters is None)
+    def _fitted_heads(
+        self, prefix: Prefix, sizes: Sequence[int], bits: int | None
+    ) -> Iterator[list[HeadGrid]]:
+        """For every size, the heads of every layer; quantised with ``bits``."""
+        fitted = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
         drawn = None
         if self.num_queries is not None:
-            drawn = draw_rows(trace, fitted, self.num_queries, self.seed)
-        return Heads(trace.unprotected, fitted, drawn, self.group_elements)
+            drawn = draw_rows(prefix.trace, fitted, self.num_queries, self.seed)
+        heads = Heads(prefix, fitted, drawn, self.group_elements)
+        dense, allocations = self._attention_and_slots(heads, sizes)
+        for slots_of_heads in allocations:
+            fits: dict[HeadIndex, HeadSlots] = {}
+            groups = heads.groups_for_fit(slots_of_heads)
+            for group in _with_progress(groups, "attention matching"):
+                slots = match_attention(
+                    heads.load_fitted(group),
+                    DenseAttention.stack([dense[head] for head in group]),
+                    slots_of_heads[group[0]],
+                    num_iters=self.num_iters,
+                    ridge=self.ridge,
+                    log_bias=self.log_bias,
+                    bits=bits,
+                )
+                fits.update(zip(group, slots.split(), strict=True))
+            yield [self._of_prefix(layer, index, fits) for index, layer in enumerate(prefix.layers)]
 
     def _attention_and_slots(
-        self, heads: Heads, sizes: Sequence[int], calibrated: CalibratedBudgets | None
+        self, heads: Heads, sizes: Sequence[int]
     ) -> tuple[dict[HeadIndex, DenseAttention], list[dict[HeadIndex, int]]]:
         """Every head's attention over the prefix, and for each size the slots of every head."""
-        prefix = heads.trace
-        allocations: list[dict[HeadIndex, int]] = []
-        if calibrated is not None:
-            allocations = [calibrated.allocate(prefix, size) for size in sizes]
-        is_measured = self.budgets in MEASURED
+        prefix = heads.prefix
+        is_measured = self.budgets == "adaptive"
         curve_sizes: set[int] = set()
         if is_measured:
             curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
-        keys_by = None
-        if self.key_ridge is not None:
-            asked = [*curve_sizes, *sizes, *(max(slots.values()) for slots in allocations)]
-            keys_by = KeysByResidual(self.key_ridge, max(asked))
         groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
-        dense, curves = attention_and_curves(heads, groups, curve_sizes, keys_by)
-        if self.budgets == "equal":
-            allocations = [dict.fromkeys(dense, size) for size in sizes]
-        elif is_measured:
-            by_layer = self.budgets == "layers"
-            allocations = [
-                share_out(curves, size, prefix.max_slots, by_layer=by_layer) for size in sizes
+        dense, curves = attention_and_curves(heads, groups, curve_sizes)
+        if is_measured:
+            return dense, [
+                share_out(curves, size, prefix.max_slots, by_layer=False) for size in sizes
             ]
-        return dense, allocations
+        if self.budgets == "equal":
+            return dense, [dict.fromkeys(dense, size) for size in sizes]
+        calibrated = load_budgets(self.budgets)
+        return dense, [calibrated.allocate(prefix, size) for size in sizes]
 
-    def _fit(
-        self,
-        heads: Heads,
-        dense: Mapping[HeadIndex, DenseAttention],
-        slots_of_heads: Mapping[HeadIndex, int],
-        bits: Bits | None,
-    ) -> dict[HeadIndex, SlotsOfHead]:
-        """The slots that every head keeps."""
-        fits: dict[HeadIndex, SlotsOfHead] = {}
-        for group in _with_progress(heads.groups_for_fit(slots_of_heads), "attention matching"):
-            group_fit, rounded = _match(
-                heads.load_fitted(group),
-                DenseAttention.stack([dense[head] for head in group]),
-                slots_of_heads[group[0]],
-                num_iters=self.num_iters,
-                ridge=self.ridge,
-                log_bias=self.log_bias,
-                bits=bits,
-            )
-            packed = repeat(None, len(group)) if rounded is None else rounded.split()
-            of_heads = map(SlotsOfHead, group_fit.split(), packed)
-            fits.update(zip(group, of_heads, strict=True))
-        return fits
+    def _of_prefix(
+        self, layer: CompactLayer, index: int, fits: Mapping[HeadIndex, HeadSlots]
+    ) -> HeadGrid:
+        """The fitted heads of one layer of the prefix, in its number type and with its positions.
+
+        Slots that have a log-bias from an earlier compression keep it, and the fit's comes on top.
+        """
+        num_examples, num_heads = layer.keys.shape[:2]
+        grid: HeadGrid = []
+        for example in range(num_examples):
+            of_example = []
+            for head in range(num_heads):
+                fit = fits[index, example, head]
+                before = layer.present_head(example, head)
+                bias = fit.log_bias if self.log_bias else None
+                if before.log_bias is not None:
+                    bias = fit.bias_or_zeros() + before.log_bias[fit.positions]
+                positions = before.positions
+                positions = None if positions is None else positions[fit.positions]
+                slots = replace(fit.to(layer.keys.dtype), log_bias=bias, positions=positions)
+                of_example.append(slots)
+            grid.append(of_example)
+        return grid
 
 
 def match_attention(
@@ -268,47 +225,32 @@ def match_attention(
     num_iters: int | None = None,
     ridge: float | None = 0.05,
     log_bias: bool = True,
-) -> HeadFit:
-    """Positions, values and log-bias of the slots of a batch of KV heads.
+    bits: int | None = None,
+) -> HeadSlots:
+    """The slots of a batch of KV heads, in at least float32; positions are those in the prefix.
 
     Args:
         batch: keys, values, queries and their weights.
         dense: their attention over the whole prefix.
         num_slots: slots per head; heads that have no more slots keep all of them unchanged.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
-    """
-    fit, _ = _match(
-        batch, dense, num_slots, num_iters=num_iters, ridge=ridge, log_bias=log_bias, bits=None
-    )
-    return fit
-
-
-def _match(
-    batch: HeadBatch,
-    dense: DenseAttention,
-    num_slots: int,
-    *,
-    num_iters: int | None,
-    ridge: float | None,
-    log_bias: bool,
-    bits: Bits | None,
-) -> tuple[HeadFit, RoundedHeads | None]:
-    """As ``match_attention``; with ``bits``, keys and values in few bits as well.
-
-    The keys are rounded before the fit and the values after it, also where all slots are kept.
+        bits: with codes, also where all slots are kept: the keys are rounded before the fit and the
+            values after it. None: without.
     """
     num_heads, prefix_len, _ = batch.keys.shape
     if num_slots >= prefix_len and bits is None:
         every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
-        return HeadFit(every_slot, batch.values, torch.zeros_like(batch.keys[..., 0])), None
+        no_bias = torch.zeros_like(batch.keys[..., 0])
+        return HeadSlots(batch.keys, batch.values, no_bias, every_slot)
     slots = dense.first_slots(num_slots)
+    keys = take(batch.keys, slots)
     slot_values = take(batch.values, slots)
     rounded_keys = None
     if bits is not None:
         weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
-        rounded_keys = round_keys_together(take(batch.keys, slots), weighted_queries, bits)
-    kept_keys = None if rounded_keys is None else rounded_keys.numbers
-    scores = batch.scores(slots=slots, keys=kept_keys)  # (heads, fitted queries, slots)
+        rounded_keys = round_keys_together(keys, weighted_queries, bits)
+        keys = rounded_keys.numbers
+    scores = batch.scores(slots=slots, keys=keys)  # (heads, fitted queries, slots)
     outputs = dense.outputs
     if batch.last_seen is not None:
         sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
@@ -318,63 +260,10 @@ def _match(
         scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
     )
     if bits is None or rounded_keys is None:
-        return HeadFit(slots, values, bias), None
+        return HeadSlots(keys, values, bias, slots)
     rounded_values = round_values_together(values, attention, bits)
-    fit = HeadFit(slots, rounded_values.numbers, bias)
-    return fit, RoundedHeads(rounded_keys, rounded_values)
-
-
-def _first_slots(trace: Trace, fits: Mapping[HeadIndex, SlotsOfHead]) -> dict[str, str]:
-    """Which first tokens have a slot, for caches whose layers do not know positions."""
-    layers = []
-    for index, keys in enumerate(trace.keys):
-        num_examples, num_heads = keys.shape[:2]
-        by_example = [
-            [fits[index, example, head].fit.slots for head in range(num_heads)]
-            for example in range(num_examples)
-        ]
-        layers.append(by_example)
-    return first_slots(layers)
-
-
-def _layer(
-    trace: Trace,
-    index: int,
-    fits: Mapping[HeadIndex, SlotsOfHead],
-    *,
-    log_bias: bool,
-    bits: Bits | None,
-) -> Layer | QuantizedLayer:
-    """One layer's kept keys with the values and the log-bias that were fitted to them."""
-    num_examples, num_heads = trace.keys[index].shape[:2]
-    keys: list[list[Tensor]] = []
-    values: list[list[Tensor]] = []
-    biases: list[list[Tensor]] = []
-    positions: list[list[Tensor]] = []
-    for example in range(num_examples):
-        for row in (keys, values, biases, positions):
-            row.append([])
-        for head in range(num_heads):
-            fit = fits[index, example, head].fit
-            head_keys, _, earlier_bias = trace.head(index, example, head)
-            bias = fit.log_bias
-            if earlier_bias is not None:
-                bias = bias + earlier_bias[fit.slots]
-            keys[-1].append(head_keys[fit.slots])
-            values[-1].append(fit.values.to(head_keys.dtype))
-            biases[-1].append(bias)
-            positions[-1].append(fit.slots)
-    has_bias = log_bias or trace.log_bias is not None
-    if bits is not None:
-        packed: Any = [
-            [fits[index, example, head].packed for head in range(num_heads)]
-            for example in range(num_examples)
-        ]
-        dtype = trace.keys[index].dtype
-        return QuantizedLayer.of_heads(packed, biases if has_bias else None, bits, dtype)
-    return CompactLayer.ragged(
-        keys, values, biases if has_bias else None, None if trace.past_len else positions
-    )
+    codes = list(RoundedHeads(rounded_keys, rounded_values).split())
+    return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
 
 
 def _check_budget_file(budgets: str) -> None:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -18,7 +19,6 @@ from kvcat.cache.fingerprint import hash_tensor
 from kvcat.compress.base import (
     Compressor,
     best_layer,
-    checked_slots,
     compact_cache,
     example_generators,
     is_between,
@@ -26,7 +26,7 @@ from kvcat.compress.base import (
 from kvcat.compress.calibration import budget_digests
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
-from kvcat.compress.protection import protecting
+from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.ranges import Range, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -72,6 +72,8 @@ class GradientCompression(Compressor):
     References: KV-CAT, appendix "Gradient-based KV cache compression"; Eyuboglu et al. 2025,
     arXiv:2506.06266.
     """
+
+    needs_predictions: ClassVar[bool] = True
 
     num_steps: int = 100
     lr: float = 1e-2
@@ -126,9 +128,19 @@ class GradientCompression(Compressor):
         ((_, cache),) = self._run(trace, keep_ratio, num_slots, [self.num_steps], resume, on_step)
         return cache
 
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches of several sizes, one training each."""
-        return (self(trace, num_slots=size) for size in sizes)
+    @property
+    def needs_all_queries(self) -> bool:  # type: ignore[override]
+        """Whether the method that makes the start does."""
+        start = _starting_method(self.init, self.seed)
+        return start is not None and start.needs_all_queries
+
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The trained layers of several sizes, one training each."""
+        for size in sizes:
+            training = SlotTraining(self, prefix, self.starting_layers(prefix, size))
+            while training.num_steps < self.num_steps:
+                training.step()
+            yield training.layers()
 
     @property
     def last_step(self) -> int:
@@ -149,29 +161,27 @@ class GradientCompression(Compressor):
         )
         return self._run(trace, keep_ratio, num_slots, steps)
 
-    def each_snapshots(
-        self, trace: Trace, keep_ratios: Sequence[float | int]
-    ) -> Iterator[Iterator[tuple[int, CompactCache]]]:
-        """The snapshots of several keep ratios, one training each."""
-        for keep_ratio in keep_ratios:
-            yield self.snapshots(trace, keep_ratio=keep_ratio)
-
     def learning_rate(self, step: int) -> float:
         """Learning rate of a step, from 0."""
         if self.schedule == "constant":
             return self.lr
         return self.lr * 0.5 * (1 + math.cos(math.pi * step / max(1, self.num_steps)))
 
-    def starting_layers(self, trace: Trace, num_slots: int) -> list[Layer]:
-        """Slots to start from."""
+    def starting_layers(self, prefix: Prefix, num_slots: int) -> Sequence[Layer]:
+        """Slots to start from, without the protected ones."""
         method = _starting_method(self.init, self.seed)
         if method is not None:
-            return method(trace, num_slots=num_slots).ordinary_layers()
+            return next(method.fit(prefix, [num_slots]))
+        trace = prefix.trace
+        layers = []
         scores_of_layers = _random_scores(trace, self.seed)
-        return [
-            best_layer(trace, index, scores, num_slots)
-            for index, scores in enumerate(scores_of_layers)
-        ]
+        for of_layer, slots, scores in zip(
+            trace.layers, prefix.layers, scores_of_layers, strict=True
+        ):
+            if prefix.protected:
+                scores = scores.index_select(2, trace.other_slots(of_layer))
+            layers.append(best_layer(slots, scores, num_slots))
+        return layers
 
     def _run(
         self,
@@ -185,11 +195,13 @@ class GradientCompression(Compressor):
         """The caches after the given numbers of steps; errors are raised before the first step."""
         trace.check_supervises()
         _check_suffix(trace)
-        slots = checked_slots(trace, keep_ratio, num_slots)
+        slots = self.slots_of(trace, keep_ratio, num_slots)
         if not is_between(trace, slots):
-            untrained = self._at_an_end(trace, slots)
+            (untrained,) = self.caches(trace, [slots])
             return ((step, untrained) for step in steps)
-        training = SlotTraining(self, trace, self.starting_layers(trace, slots))
+        prefix = Prefix.of(trace)
+        start = self.starting_layers(prefix, slots - prefix.num_protected)
+        training = SlotTraining(self, prefix, start)
         return self._train(training, steps, None if resume is None else Path(resume), on_step)
 
     def _train(
@@ -197,7 +209,8 @@ class GradientCompression(Compressor):
     ) -> Iterator[tuple[int, CompactCache]]:
         if state is not None and state.exists():
             training.restore(state)
-        options = {option.name: getattr(self, option.name) for option in fields(self)}
+        prefix = training.prefix
+        options = self.facts(prefix)
         del options["num_steps"]
         for step in steps:
             while training.num_steps < step:
@@ -208,26 +221,31 @@ class GradientCompression(Compressor):
                     training.save(state)
                 if on_step is not None:
                     on_step(num_taken, kl)
-            facts = {"steps": step, **options}
-            yield step, compact_cache(training.trace, training.layers(), "gradient", facts)
+            layers = prefix.whole_layers(training.layers())
+            cache = compact_cache(prefix.trace, layers, self.name, {"steps": step, **options})
+            yield step, cache if self.bits is None else cache.quantize(self.bits)
 
 
 class SlotTraining:
     """AdamW on the slots of compact caches, towards the dense model's predictions.
 
-    Every row of the trace has a cache. Heads with fewer slots than the fullest of their layer are
-    padded with slots of log-bias -inf, whose gradient is exactly 0. The padding is removed from the
-    result. A cache that starts with every slot is not trained. A caller's ``inference_mode`` does
-    not hold here, where gradients are needed.
+    Every row of the trace has a cache, in which protected slots come first and are not trained.
+    Heads with fewer slots than the fullest of their layer are padded with slots of log-bias -inf,
+    whose gradient is exactly 0. The padding is removed from the result. A cache that starts with
+    every slot is not trained. A caller's ``inference_mode`` does not hold here, where gradients are
+    needed.
     """
 
     @torch.inference_mode(False)
-    def __init__(self, method: GradientCompression, trace: Trace, start: Sequence[Layer]):
+    def __init__(self, method: GradientCompression, prefix: Prefix, start: Sequence[Layer]):
         self.num_steps = 0
+        self.prefix = prefix
+        trace = prefix.trace
         self.trace = trace
+        start = prefix.whole_layers(start)
         self._method = method
         self._budgets = budget_digests(method.init)
-        self._num_fixed = trace.num_protected + method.freeze_first_slot
+        self._num_fixed = prefix.num_protected + method.freeze_first_slot
         # of each layer: what is trained, and log-biases of 0 and -inf that only hide the padding
         self._trained: list[dict[str, Tensor]] = []
         self._fixed: list[Tensor | None] = []
@@ -243,7 +261,8 @@ class SlotTraining:
         mean_slots = torch.cat([layer.counts for layer in start]).double().mean().item()
         self._mean_slots = f"{mean_slots:g}"
         has_every_slot = [
-            (layer.counts == trace.counts(index)).all(1) for index, layer in enumerate(start)
+            (layer.counts == of_trace.slots.present_counts()).all(1)
+            for layer, of_trace in zip(start, trace.layers, strict=True)
         ]
         self._is_whole = torch.stack(has_every_slot).all(0).to(trace.hidden.device)
 
@@ -268,13 +287,15 @@ class SlotTraining:
         return kl.item()
 
     def layers(self) -> list[Layer]:
-        """Copies of the slots, keys and values in the model's dtype."""
+        """Copies of the trained slots, keys and values in the model's dtype."""
+        num_protected = self.prefix.num_protected
         layers = []
         for trained, fixed in zip(self._trained, self._fixed, strict=True):
             layer = CompactLayer(
-                **{name: slots.detach().clone() for name, slots in trained.items()}
+                **{name: x[:, :, num_protected:].detach().clone() for name, x in trained.items()}
             )
-            kept = layer.without_absent() if fixed is None else layer.taken(fixed > -torch.inf)
+            exists = None if fixed is None else fixed[:, :, num_protected:] > -torch.inf
+            kept = layer.without_absent() if exists is None else layer.taken(exists)
             layers.append(kept.to(dtype=self.trace.keys[0].dtype))
         return layers
 
@@ -308,20 +329,21 @@ class SlotTraining:
         identity = {
             option.name: str(getattr(self._method, option.name)) for option in fields(self._method)
         }
-        del identity["activation_checkpointing"]
+        del identity["activation_checkpointing"], identity["bits"]
         trace = self.trace
-        digest = hashlib.sha256(f"{trace.prefix_len} {trace.supervision_start}\n".encode())
+        digest = hashlib.sha256(f"{trace.prefix_len} {trace.text.supervision_start}\n".encode())
         hash_tensor(digest, "input_ids", trace.input_ids)
-        if trace.past_len:
-            for slots in (*trace.keys, *trace.values, *(trace.log_bias or ())):
-                hash_tensor(digest, "past", slots)
+        if trace.past is not None:
+            for layer in trace.layers:
+                for slots in layer.slots.tensors().values():
+                    hash_tensor(digest, "past", slots)
         identity["num_slots"] = self._mean_slots  # the name in state files
         if self._budgets:
             identity["budgets"] = self._budgets
         if trace.protected:
             identity["protected"] = range_text(trace.protected)
-        if trace.rope is not None:
-            identity["rope"] = trace.rope
+        if trace.text.rope is not None:
+            identity["rope"] = trace.text.rope
         if trace.states:
             identity["layers"] = " ".join(str(number) for number in trace.layer_numbers)
         identity["model"] = trace.fingerprint[:16]
@@ -362,7 +384,7 @@ def _trainable(slots: Tensor) -> Tensor:
 
 def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:
     """Mean over the supervised positions of KL(dense || student), with gradient, chunk by chunk."""
-    first = trace.supervision_start - trace.prefix_len
+    first = trace.text.supervision_start - trace.prefix_len
     # the trace's hidden states start one position earlier, at the last of the prefix
     teacher = trace.hidden[:, first + 1 :]
     return chunked_distillation(output_head(trace.model), teacher, hidden[:, first:])
@@ -421,7 +443,7 @@ def _random_scores(trace: Trace, seed: int) -> list[Tensor]:
     """Per layer, scores of slots in a random order of their ranks, the same in every layer and
     head.
     """
-    ranks_of_layers = [trace.ranks(layer) for layer in range(len(trace.keys))]
+    ranks_of_layers = [layer.slots.ranks() for layer in trace.layers]
     slots_of_layers = torch.stack([ranks.amax((1, 2)) + 1 for ranks in ranks_of_layers])
     num_slots = slots_of_layers.amax(0).tolist()  # of each example
     by_rank = torch.zeros(len(num_slots), max(num_slots))  # (examples, ranks)

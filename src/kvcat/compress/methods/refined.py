@@ -1,18 +1,17 @@
 """Attention Matching refined: keys, log-bias and values of its slots improved together."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from kvcat.cache import CompactCache
-from kvcat.compress.base import Compressor, compact_cache
+from kvcat.cache import Layer
+from kvcat.compress.base import Compressor
 from kvcat.compress.heads import Heads
 from kvcat.compress.methods.attention_matching import PRESETS, AttentionMatching
-from kvcat.compress.protection import behind_protected, without_protected
+from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
-from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_least
 
 _PULL = 0.1
@@ -58,30 +57,24 @@ class RefinedMatching(Compressor):
         check_least(0, num_steps=self.num_steps)
         self._start()
 
+    def facts(self, prefix: Prefix) -> dict[str, object]:
+        """The options, with the digest of a file of budgets."""
+        return {**super().facts(prefix), "budgets": self._start().facts(prefix)["budgets"]}
+
     @torch.no_grad()
-    def compress(self, trace: Trace, sizes: Sequence[int]) -> Iterator[CompactCache]:
-        """The caches; the start's work is done once for all sizes."""
-        if not sizes:
-            return
+    def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
+        """The refined layers; the start's work is done once for all sizes."""
         own_weight = PRESETS[self.preset].get("own_weight", AttentionMatching.own_weight)
-        heads = Heads(trace.unprotected, fitted_queries(trace, own_weight, by_share=True))
-        options = {option.name: getattr(self, option.name) for option in fields(self)}
-        for start in self._start().compress(trace, sizes):
-            start_layers = [
-                without_protected(layer, trace.num_protected) for layer in start.ordinary_layers()
-            ]
-            layers = refine_layers(
+        heads = Heads(prefix, fitted_queries(prefix, own_weight, by_share=True))
+        for start in self._start().fit(prefix, sizes):
+            yield refine_layers(
                 heads,
-                start_layers,
+                start,
                 self.num_steps,
                 pull=_PULL,
                 ridge=_RIDGES[self.preset],
                 log_bias=self.log_bias,
             )
-            layers = [behind_protected(trace, *each) for each in enumerate(layers)]
-            # with a file of budgets, its digest
-            options["budgets"] = start.metadata["budgets"]
-            yield compact_cache(trace, layers, "refined", options)
 
     def _start(self) -> AttentionMatching:
         return AttentionMatching(self.preset, budgets=self.budgets, log_bias=self.log_bias)

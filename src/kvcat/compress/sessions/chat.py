@@ -59,7 +59,7 @@ class Conversation:
             raise InputError("the tokenizer has no chat template: use append and generate")
         turns = (*self.turns, (role, text))
         fragments = [text]
-        if role != "assistant" and not self.encoder.allow_special:
+        if role != "assistant":
             fragments = cut_control_tokens(text, self.encoder.control_tokens.values())
         rendered = self._render(turns[:-1], (role, _CUT.join(fragments)), is_answered=is_answered)
         written = rendered.replace(_CUT, "")

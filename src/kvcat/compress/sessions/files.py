@@ -11,7 +11,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, QuantizedLayer, fingerprint_like
+from kvcat.cache import CompactCache, QuantizedLayer, fingerprint
 from kvcat.cache.files import (
     SESSION,
     checked_layers,
@@ -135,7 +135,7 @@ def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
     entries, tensors, _ = read_tensors(path, SESSION)
     try:
         theirs = entries["fingerprint"]
-        ours = fingerprint_like(theirs, model)
+        ours = fingerprint(model)
         if ours != theirs:
             raise InputError(
                 f"session {path} belongs to another model: its fingerprint is {theirs[:12]}, the "

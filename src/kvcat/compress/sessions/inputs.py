@@ -13,8 +13,6 @@ from kvcat.cache import (
     rope_border,
 )
 from kvcat.compress.base import Compressor
-from kvcat.compress.kvpress import KVPress
-from kvcat.compress.quantized import Quantized
 from kvcat.compress.ranges import Range
 from kvcat.compress.registry import make_compressor
 from kvcat.errors import InputError
@@ -24,7 +22,6 @@ from kvcat.types import Int, Tensor
 
 Tokens = str | Sequence[int] | Int[Tensor, "*batch tokens"]
 """A text, or token ids: numbers, or a tensor of one row."""
-_NEEDS_ALL_QUERIES = ("snapkv", "h2o", "tova")
 
 
 def token_ids(
@@ -82,19 +79,17 @@ def checked_method(method: str | Compressor) -> Compressor:
     else:
         name, options = parse_spec(method)
         compressor = make_compressor(name, **options)
-    inner = getattr(compressor, "method", compressor)
-    name = getattr(inner, "name", "")
-    if isinstance(inner, KVPress) or name in _NEEDS_ALL_QUERIES:
+    if compressor.needs_all_queries:
         raise InputError(
-            f"{name} needs all queries of the prefix, and a session compresses what is compact "
-            "already: choose another method"
+            f"{compressor.name} needs all queries of the prefix, and a session compresses what is "
+            "compact already: choose another method"
         )
     return compressor
 
 
 def check_protectable(compressor: Compressor, protect: Sequence[Range]) -> None:
     """Raise an ``InputError`` for protected tokens and a method that rounds every slot."""
-    if protect and isinstance(compressor, Quantized):
+    if protect and compressor.bits is not None:
         raise InputError(
             f"protected slots are exact, not in {compressor.bits} bits: leave out bits or protect"
         )

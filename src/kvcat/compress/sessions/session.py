@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
-from kvcat.compress.protection import clipped, joined_ranges, protecting
+from kvcat.compress.prefix import clipped, joined_ranges, protecting
 from kvcat.compress.ranges import Range
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.chat import Conversation
@@ -45,8 +45,8 @@ class Session:
     model.
 
     Sessions of one process are independent of each other; use a model from one thread at a time.
-    The model stays as it is: a call after a change of its weights, adapters or settings is
-    rejected, because what the session holds is of the model before.
+    The model stays as it is: a call after a change of its weights or settings is rejected, because
+    what the session holds is of the model before.
 
     Args:
         model, tokenizer: of the conversation.
@@ -64,7 +64,6 @@ class Session:
         piece: most tokens that are appended at once; a longer text is compacted piece by piece.
         protect: ranges (first, end) of tokens whose slots stay exact for ever; they count in the
             budget. ``append(..., protect=True)`` adds ranges.
-        allow_special: a control token that an appended text spells becomes that token, not text.
 
     Raises:
         InputError: a number out of its range; a budget that is too small for tail, room and
@@ -85,7 +84,6 @@ class Session:
         num_kept: int = 1024,
         piece: int = 1024,
         protect: Sequence[Range] = (),
-        allow_special: bool = False,
     ) -> None:
         check_least(1, tail=tail, piece=piece)
         check_least(0, num_kept=num_kept)
@@ -103,7 +101,7 @@ class Session:
         self.protect = joined_ranges(protect, positions_of(model.config))
         self.num_compactions = 0
         """How often the session has compressed what it holds."""
-        self._encoder = TextEncoder(tokenizer, allow_special=allow_special)
+        self._encoder = TextEncoder(tokenizer)
         self._state = SessionState.empty(model)
         self._conversation = Conversation(tokenizer, self._encoder)
         self._lock = ExitStack()
@@ -348,7 +346,6 @@ class Session:
                 "piece": self.piece,
                 "method": self.method if isinstance(self.method, str) else None,
                 "protect": [list(each) for each in self.protect],
-                "allow_special": self._encoder.allow_special,
             },
             conversation=self._conversation.as_json(),
             num_compactions=self.num_compactions,
@@ -477,8 +474,8 @@ class Session:
         known = fingerprint(self.model)
         if known != self._fingerprint:
             raise InputError(
-                "the model has changed (weights, adapters or settings) since the session began: "
-                f"its fingerprint is {known[:12]}, the session's {self._fingerprint[:12]}"
+                "the model has changed (weights or settings) since the session began: its "
+                f"fingerprint is {known[:12]}, the session's {self._fingerprint[:12]}"
             )
 
     def _check_positions(self, num_new: int) -> None:

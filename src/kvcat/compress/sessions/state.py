@@ -18,10 +18,9 @@ from kvcat.cache import (
     slot_facts,
 )
 from kvcat.choices import NUM_FIRST
-from kvcat.compress.protection import clipped
+from kvcat.compress.prefix import clipped
 from kvcat.compress.ranges import Range, parsed_ranges, range_text
-from kvcat.compress.trace import PastQueries, Trace
-from kvcat.compress.tracing import joined_log_bias
+from kvcat.compress.trace import LayerTrace, Past, PastQueries, Trace, TracedText
 from kvcat.models import capture, frozen
 from kvcat.types import Float, Int, Tensor
 
@@ -154,43 +153,47 @@ class SessionState:
             fingerprint: of the model.
             num_later: number of the last tokens, fewer than are exact.
         """
-        prefix_len = self.num_tokens - num_later
-        num_new = self.num_exact - num_later
-        past_layers = [] if self.compact is None else [x.padded() for x in self.compact.layers]
-        keys = [states[:, :, :num_new] for states in self.keys]
-        values = [states[:, :, :num_new] for states in self.values]
-        if past_layers:
-            keys = [
-                torch.cat([layer.keys, new], dim=2)
-                for layer, new in zip(past_layers, keys, strict=True)
-            ]
-            values = [
-                torch.cat([layer.values, new], dim=2)
-                for layer, new in zip(past_layers, values, strict=True)
-            ]
         if self.hidden is None:
             raise ValueError("a state without tokens has no trace")
+        prefix_len = self.num_tokens - num_later
+        num_new = self.num_exact - num_later
+        layers = [
+            LayerTrace(
+                number=number,
+                slots=slots,
+                queries=self.queries[number][:, :, num_new:],
+                suffix_keys=self.keys[number][:, :, num_new:],
+                prefix_queries=self.queries[number][:, :, :num_new],
+                scale=self.scales[number],
+                stream=self.stream[number],
+            )
+            for number, slots in enumerate(self._slots(num_new))
+        ]
+        past = None
+        if self.compact is not None:
+            past = Past(self.past_len, self.protected, self.past_queries)
         return Trace(
             model=model,
-            input_ids=self.ids.unsqueeze(0),
-            prefix_len=prefix_len,
-            supervision="suffix",
-            supervision_start=prefix_len,
-            keys=keys,
-            values=values,
-            queries=[states[:, :, num_new:] for states in self.queries],
-            suffix_keys=[states[:, :, num_new:] for states in self.keys],
-            prefix_positions=torch.arange(self.past_len, prefix_len),
-            prefix_queries=[states[:, :, :num_new] for states in self.queries],
-            scales=self.scales,
-            stream=self.stream,
-            hidden=self.hidden[:, num_new - 1 :],
             fingerprint=fingerprint,
-            past_len=self.past_len,
-            log_bias=joined_log_bias(past_layers, num_new),
-            past_queries=self.past_queries,
-            past_protected=self.protected,
+            text=TracedText(self.ids.unsqueeze(0), prefix_len, "suffix", prefix_len),
+            layers=layers,
+            prefix_positions=torch.arange(self.past_len, prefix_len),
+            hidden=self.hidden[:, num_new - 1 :],
+            past=past,
         )
+
+    def _slots(self, num_exact: int) -> list[CompactLayer]:
+        """Per layer, the slots of the compact cache, and those of the first exact tokens."""
+        layers = []
+        for number, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            keys = keys[:, :, :num_exact]
+            values = values[:, :, :num_exact]
+            if self.compact is not None:
+                layers.append(self.compact.layers[number].padded().extended(keys, values))
+                continue
+            positions = torch.arange(num_exact, device=keys.device).expand(*keys.shape[:2], -1)
+            layers.append(CompactLayer(keys, values, None, positions))
+        return layers
 
     @property
     def protected(self) -> tuple[Range, ...]:
@@ -220,16 +223,10 @@ class SessionState:
             fingerprint: of the model's weights.
             protect: ranges of tokens whose slots stay exact.
         """
-        past_layers = [] if self.compact is None else [x.padded() for x in self.compact.layers]
-        biases = joined_log_bias(past_layers, self.num_exact) or [None] * len(self.keys)
-        layers = []
-        for index, bias in enumerate(biases):
-            keys = self.keys[index]
-            values = self.values[index]
-            if past_layers:
-                keys = torch.cat([past_layers[index].keys, keys], dim=2)
-                values = torch.cat([past_layers[index].values, values], dim=2)
-            layers.append(CompactLayer(keys, values, bias).without_absent())
+        # a slot for each token in their order needs no positions
+        layers = [
+            replace(slots, positions=None).without_absent() for slots in self._slots(self.num_exact)
+        ]
         whole = CompactCache(layers, self.num_tokens, fingerprint)
         facts = {} if self.compact is None else dict(self.compact.metadata)
         # the protected slots of the compact cache are the first ones, those of exact tokens are not

@@ -1,0 +1,56 @@
+#!/bin/sh
+# Gain and price of KV-CAT by training tokens per parameter, on kvcat-base (708,960 parameters): the
+# paper's recipe (weight 1, whole sequences, 1e-4 to 5e-6) beside its control, on the same tokens of
+# the installed Python sources (those of constraints.txt).
+# Trains, judges and records one point after the other, in the order of QUEUE; if it is stopped, the
+# same command continues. A point at 10.6 tokens a parameter takes half an hour of an idle core for a
+# control, an hour or more for the others. `python runs/scale/tables.py` prints what came out.
+set -eu
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-out/scale}
+RECORDS=${RECORDS:-runs/scale/records.csv.gz}
+QUEUE=${QUEUE:-runs/scale/queue.txt}
+DEVICE=${DEVICE:-cpu}
+WINDOWS=${WINDOWS:-48}
+mkdir -p "$OUT"
+
+python() { "${PYTHON:-python3}" "$@"; }
+kvcat() { python -m kvcat "$@"; }
+
+options() {
+  case $1 in
+    control) echo "--policy control" ;;
+    router) echo "--policy router" ;;
+    router-w*) echo "--policy router --mask-weight ${1#router-w}" ;;
+    router-n*) echo "--policy router --router-noise ${1#router-n}" ;;
+    rand) echo "--policy random" ;;
+    attn) echo "--policy attention" ;;
+    *) echo "no form $1: see runs/scale/queue.txt" >&2; exit 2 ;;
+  esac
+}
+
+judge() {  # judge LABEL MODEL FOLDER
+  # as the paper does, with caches fitted to the scored text; then as users do, from the text alone
+  kvcat eval suffix "$1=$2" --windows "$WINDOWS" --per-document 1 --prefix 768 --suffix 256 \
+    --keep 0.05 0.1 0.2 --method attention-matching,preset=paper attention-matching h2o snapkv \
+    --supervision suffix --device "$DEVICE" --out "$3/suffix"
+  kvcat eval suffix "$1=$2" --windows "$WINDOWS" --per-document 1 --prefix 384 --suffix 128 \
+    --keep 0.05 0.1 0.2 --method attention-matching h2o --supervision reconstruction \
+    --device "$DEVICE" --out "$3/reconstruction"
+  python runs/scale/tables.py --add "$3/suffix" "$3/reconstruction" --records "$RECORDS"
+}
+
+[ -e "$OUT/base/recorded" ] || { judge base@0 kvcat-base "$OUT/base"; : > "$OUT/base/recorded"; }
+grep -v '^#' "$QUEUE" | while read -r form per_parameter steps seed; do
+  name=$form-$per_parameter
+  folder=$OUT/$name-s$seed
+  [ ! -e "$folder-judged/recorded" ] || continue
+  kvcat train small --model kvcat-base --output "$folder" $(options "$form") \
+    --seq-len 1024 --batch-size 4 --max-steps "$steps" --warmup-steps $((steps * 3 / 200 + 1)) \
+    --peak-lr 1e-4 --min-lr 5e-6 --seed "$seed" --validation-sequences 16 \
+    --validation-every $((steps / 4 + 1)) --checkpoint-every 100 --log-every 10 --device "$DEVICE" \
+    < /dev/null
+  judge "$name@$seed" "$folder/export" "$folder-judged" < /dev/null
+  : > "$folder-judged/recorded"
+  rm -rf "$folder/checkpoints"
+done

@@ -1,0 +1,162 @@
+"""Gain and price of KV-CAT by tokens per parameter, from the results of every window.
+
+    python runs/scale/tables.py                       # prints the table
+    python runs/scale/tables.py --add FOLDER...       # adds results folders to the file
+
+``records.csv.gz`` holds a row for every model, training seed, supervision, method, keep ratio and
+window. A model's name is FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``:
+768 + 256 tokens, caches fitted to the scored text as in the paper; ``reconstruction``: 384 + 128
+tokens, caches made from the text alone.
+
+The primary cells, named before any run: KL under the paper's method and under the default at 5 % of
+the slots (suffix), NLL on that default cache, and the dense loss. Figures are those of ``kvcat
+report``: the model against the control after as many tokens, over documents and over the training
+seeds that both have.
+"""
+
+import argparse
+import gzip
+import io
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvcat.errors import run_script
+from kvcat.evals import Record, compare_models
+from kvcat.evals.records import read_config, read_records
+
+FILE = Path(__file__).with_name("records.csv.gz")
+QUEUE = Path(__file__).with_name("queue.txt")
+PAPER = "attention-matching,preset=paper"
+DEFAULT = "attention-matching"
+VALUES = ["kl", "nll", "nll_dense", "context_gain"]
+KEY = ["model", "seed", "supervision", "method", "keep_ratio", "document", "window"]
+COLUMNS = {  # metric, supervision, method; at 5 % of the slots
+    "dense NLL": ("nll_dense", "suffix", PAPER),
+    "KL, paper's": ("kl", "suffix", PAPER),
+    "KL, default": ("kl", "suffix", DEFAULT),
+    "KL, H2O": ("kl", "suffix", "h2o"),
+    "KL / gain, default": ("kl_per_gain", "suffix", DEFAULT),
+    "NLL, default": ("nll", "suffix", DEFAULT),
+    "KL, default, text alone": ("kl", "reconstruction", DEFAULT),
+    "NLL, default, text alone": ("nll", "reconstruction", DEFAULT),
+}
+RATIOS = ("kl", "kl_per_gain")
+KEEP_RATIO = 0.05
+
+
+def rows_of(folder: Path) -> pd.DataFrame:
+    """The rows of a results folder, with values rounded to five decimals."""
+    supervision = read_config(folder)["supervision"]
+    rows = []
+    for record in read_records(folder):
+        model, _, seed = record.model.partition("@")
+        place = {
+            "model": model,
+            "seed": seed,
+            "supervision": supervision,
+            "method": record.method_label.replace(" ", ","),  # as on the command line
+            "keep_ratio": record.keep_ratio,
+            "document": record.document,
+            "window": record.example,
+        }
+        rows.append(place | {name: round(record.values[name], 5) for name in VALUES})
+    return pd.DataFrame(rows, columns=[*KEY, *VALUES])
+
+
+def read(path: Path = FILE) -> pd.DataFrame:
+    """The results of every window; no rows if there is no file yet."""
+    if not path.exists():
+        return pd.DataFrame(columns=[*KEY, *VALUES])
+    return pd.read_csv(path, dtype=dict.fromkeys(["window", "document", "seed"], str))
+
+
+def add(folders: list[Path], path: Path) -> int:
+    """Add the rows of results folders that the file does not have; returns their number."""
+    old = read(path)
+    new = pd.concat([rows_of(folder) for folder in folders], ignore_index=True)
+    both = pd.concat([old, new], ignore_index=True) if len(old) else new
+    both = both.drop_duplicates(KEY, keep="first")
+    text = io.StringIO()
+    both.to_csv(text, index=False, lineterminator="\n")
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as compressed:
+        compressed.write(text.getvalue().encode())
+    unfinished.replace(path)  # a run that is killed here loses nothing
+    return len(both) - len(old)
+
+
+def compared(rows: pd.DataFrame, model: str, column: str) -> str:
+    """A cell: the model against the control after as many tokens, with its 95 % interval."""
+    metric, supervision, method = COLUMNS[column]
+    control = "control-" + model.rpartition("-")[2]
+    rows = rows[(rows["supervision"] == supervision) & (rows["method"] == method)]
+    rows = rows[rows["keep_ratio"] == KEEP_RATIO]
+    seeds = [set(rows.loc[rows["model"] == name, "seed"]) for name in (model, control)]
+    rows = rows[rows["model"].isin([model, control]) & rows["seed"].isin(seeds[0] & seeds[1])]
+    if rows.empty:
+        return "-"
+    num_predicted = 255 if supervision == "suffix" else 127
+    records = [_record(row, num_predicted) for row in rows.to_dict("records")]
+    table = compare_models(records, control).set_index("metric")
+    row = table.loc[metric]
+    if metric in RATIOS:
+        return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
+    return f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
+
+
+def _record(row: dict[str, Any], num_predicted: int) -> Record:
+    label = f"{row['model']}@{row['seed']}"
+    values = {name: row[name] for name in ("kl", "nll", "nll_dense", "context_gain")}
+    # the sums whose ratio is KL per nat of context gain
+    values |= {"diverged": row["kl"] * num_predicted, "gained": row["context_gain"] * num_predicted}
+    return Record(
+        model=label,
+        fingerprint=label,
+        dtype="",
+        method=row["method"],
+        options="{}",
+        keep_ratio=row["keep_ratio"],
+        step=None,
+        seed=None,
+        dataset=row["supervision"],
+        stratum="",
+        document=row["document"],
+        example=row["window"],
+        values=values,
+    )
+
+
+def table(rows: pd.DataFrame) -> str:
+    """The table in Markdown: a row for each form and number of tokens, in the queue's order."""
+    lines = [line.split() for line in QUEUE.read_text().splitlines() if line[0] != "#"]
+    order = list(dict.fromkeys((form, ratio) for form, ratio, _, _ in lines if form != "control"))
+    printed = ["| form | tokens a parameter | seeds | " + " | ".join(COLUMNS) + " |"]
+    printed.append("|---" * (3 + len(COLUMNS)) + "|")
+    for form, ratio in sorted(order, key=lambda pair: float(pair[1])):
+        model = f"{form}-{ratio}"
+        seeds = set(rows.loc[rows["model"] == model, "seed"])
+        seeds &= set(rows.loc[rows["model"] == f"control-{ratio}", "seed"])
+        if seeds:
+            cells = [compared(rows, model, column) for column in COLUMNS]
+            printed.append(f"| {form} | {ratio} | {len(seeds)} | " + " | ".join(cells) + " |")
+    return "\n".join(printed)
+
+
+def main() -> None:
+    """Add rows, or print the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--add", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--records", type=Path, default=FILE)
+    options = parser.parse_args()
+    if options.add:
+        print(f"{add(options.add, options.records)} rows added to {options.records}")
+    else:
+        print(table(read(options.records)))
+
+
+if __name__ == "__main__":
+    run_script(main)
