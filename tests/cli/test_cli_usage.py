@@ -217,7 +217,12 @@ class Stopped(Exception):  # noqa: N818
 @pytest.mark.parametrize(
     ("raised", "code", "message"),
     [
-        (MemoryError(), 2, "kvcat: not enough memory: MemoryError:\n"),
+        (
+            MemoryError(),
+            2,
+            "kvcat: this machine has not enough memory for it: take a smaller model, "
+            "text or batch\n",
+        ),
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
         (Stopped("saved\nat step 3"), 143, "kvcat: saved at step 3\n"),

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 import kvcat
 from kvcat.cache import CompactCache, HeadSlots, cache_argument, count_before, first_slots
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
-from stays_double import StaysDouble
+from kvcat.models.exact_copy import StaysDouble
 from tiny import byte_tokenizer, loud_model, refusal
 
 FIRST, SECOND, LATER = 20, 24, 9

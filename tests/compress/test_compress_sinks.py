@@ -13,8 +13,8 @@ from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import MaskedPass
+from kvcat.models.exact_copy import StaysDouble
 from kvcat.policies import SparsificationPolicy
-from stays_double import StaysDouble
 from tiny import byte_tokenizer, loud_model, refusal
 
 PREFIX, TOKENS = 24, 34

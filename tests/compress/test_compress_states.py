@@ -13,10 +13,10 @@ from kvcat.compress import Eviction, make_compressor, slots_and_bits, smallest_c
 from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
 from kvcat.models import MaskedPass, self_test
+from kvcat.models.exact_copy import StaysDouble
 from kvcat.models.rotation import KeyRotation
 from kvcat.policies import RandomPolicy
 from states_oracle import stock_logits, visible
-from stays_double import StaysDouble
 from tiny import TRANSFORMERS, loud_model, refusal
 
 PREFIX, TOKENS, WINDOW = 30, 44, 8

@@ -245,7 +245,7 @@ def test_what_a_model_cannot_score_is_reported_before_work(pair, monkeypatch):
     with pytest.raises(InputError, match="qa is evaluated without compression"):
         evaluate(task, {"m": pair}, ["first"], [0.5], Path("none"))
     monkeypatch.setattr("kvcat.evals.qa.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"pip install 'kvcat\[harness\]'"):
+    with pytest.raises(InputError, match=r"pip install .*\[harness\]"):
         task.check("m", *pair)
 
 

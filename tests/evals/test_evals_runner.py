@@ -188,7 +188,7 @@ def test_costs_are_those_of_the_first_batch_in_a_warm_process(
     models, windows, tmp_path, monkeypatch
 ):
     calls = []
-    made = Eviction.compress
+    made = Eviction.fit
     monkeypatch.setattr(Eviction, "compress", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     (cost,) = read_costs(tmp_path)
@@ -230,7 +230,7 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
             run(models, **{"windows": windows, "out_dir": finished[0], **changes})
     for cell, said in [
         (("random", 0.3, "kl"), "random at keep ratio 0.3"),
-        (("random", 0.5, "acc"), "no metric 'acc'"),
+        (("random", 0.5, "acc"), "no metric of the primary cell 'acc'"),
     ]:
         with pytest.raises(InputError, match=f"primary cell: {said}"):
             run(models, windows, tmp_path, primary=cell)

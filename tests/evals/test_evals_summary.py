@@ -137,7 +137,7 @@ def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have
     assert (swapped.difference, swapped.verdict) == (pytest.approx(0.05), "worse")
     with pytest.raises(InputError, match="two data sets"):
         summarise([*base, dataclasses.replace(base[0], dataset="other")])
-    with pytest.raises(InputError, match="no records of model 'base'"):
+    with pytest.raises(InputError, match="no record of model 'base'"):
         compare_models(other, "base")
     assert comparison_pairs(["base", "kvcat", "control"])[0] == ("kvcat", "control")
     assert comparison_pairs(["a", "b", "c"]) == [("b", "a"), ("c", "a")]

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from kvcat.cache import CACHE_NAME
 from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
-from stays_double import StaysDouble
+from kvcat.models.exact_copy import StaysDouble
 
 
 @pytest.mark.parametrize("kind", SUPPORTED)

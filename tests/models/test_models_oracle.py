@@ -16,9 +16,9 @@ from transformers import AttentionInterface
 
 from kvcat.losses import budget_loss, distillation_kl, next_token_loss
 from kvcat.models import MaskedPass, logits_from_hidden
+from kvcat.models.exact_copy import StaysDouble
 from kvcat.policies import build_policies
 from naive import allowed, attention_mass, masked_attention, router_scores
-from stays_double import StaysDouble
 from tiny import stock_model
 
 SIZES = {

@@ -112,7 +112,7 @@ def test_a_conversation_in_another_template_than_the_documents_is_rejected(serve
         ({"key": ""}, 401, "API key"),
         ({"key": KEY + "x"}, 401, "API key"),
         ({"path": "/v1/completions", "key": "other"}, 401, "API key"),
-        ({"messages": [{"role": "user", "content": "the cat " * 300}]}, 400, "no position"),
+        ({"messages": [{"role": "user", "content": "the cat " * 300}]}, 400, "has more than 256"),
     ],
 )
 def test_a_wrong_request_gets_a_clear_error_and_the_server_lives_on(

@@ -1,4 +1,4 @@
-"""A small copy of a model, on which a wrong computation and rounding cannot be confused.
+"""A small copy of a model, on which a wrong computation cannot be confused with rounding.
 
 In half precision even transformers' own attention functions differ by some per cent, because large
 activations are rounded in every layer. A check of what a class computes, not of how its weights are
@@ -9,6 +9,7 @@ device.
 """
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -144,7 +145,15 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     """
     modules = decoder_layers(model)
     path = next(path for path, module in model.named_modules() if module is modules)
-    memo = _copies(model, modules, numbers, exact=exact)
+    # by id, what the copy has in place of a part of the model
+    memo: dict[int, Any] = {}
+    for number, layer in enumerate(modules):
+        if number not in numbers:
+            memo[id(layer)] = nn.Identity()
+    generator = torch.Generator().manual_seed(0)
+    for weight, data in _weights_of_copy(model, numbers):
+        values = _ordinary(data, generator) if exact else data
+        memo[id(weight)] = nn.Parameter(values, requires_grad=False)
     shallow = copy.deepcopy(model, memo)
     layers: Any = shallow.get_submodule(path)
     for number in reversed(range(len(layers))):
@@ -161,40 +170,28 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     return shallow.eval()
 
 
-def _copies(
-    model: PreTrainedModel, modules: nn.ModuleList, numbers: list[int], *, exact: bool
-) -> dict[int, Any]:
-    """By id, the copy of what is not to be copied as it is: weights, and layers that are left out.
-
-    Args:
-        model, numbers, exact: as in ``_shallow_copy``.
-        modules: the model's layers.
-    """
-    memo: dict[int, Any] = {}
-    for number, layer in enumerate(modules):
-        if number not in numbers:
-            memo[id(layer)] = nn.Identity()
-    inner = {id(weight) for weight in modules.parameters()}
+def _weights_of_copy(
+    model: PreTrainedModel, numbers: list[int]
+) -> Iterator[tuple[nn.Parameter, Float[Tensor, "..."]]]:
+    """The weights that a copy with these layers needs, each with the part of it that it needs."""
+    modules = decoder_layers(model)
+    in_layers = {id(weight) for weight in modules.parameters()}
     kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
-    cut = _cut_weights(model)
+    of_tokens = _weights_of_tokens(model)
     width = _width_per_layer(model.config)
-    generator = torch.Generator().manual_seed(0)
     for weight in model.parameters():
-        if id(weight) in inner - kept:
+        if id(weight) in in_layers - kept:
             continue
         data = weight.detach()
-        if id(weight) in cut:
+        if id(weight) in of_tokens:
             data = data[:_VOCABULARY]
-        if width and id(weight) not in inner:
+        if width and id(weight) not in in_layers:
             data = _of_layers(data, numbers, len(modules), width)
-        if exact:
-            data = _ordinary(data, generator)
-        memo[id(weight)] = nn.Parameter(data, requires_grad=False)
-    return memo
+        yield weight, data
 
 
 def _renumber(layers: nn.ModuleList, numbers: list[int]) -> None:
-    """Give the modules of the copied layers, which have these numbers, their new numbers."""
+    """Give the modules of a copy's layers their new numbers; the old ones are ``numbers``."""
     for position, number in enumerate(numbers):
         for module in layers[position].modules():
             for name, value in vars(module).items():
@@ -211,15 +208,14 @@ def _ordinary(weight: Float[Tensor, "..."], generator: torch.Generator) -> Float
     return matrix.uniform_(-bound, bound, generator=generator)
 
 
-def _cut_weights(model: PreTrainedModel) -> set[int]:
-    """The ids of the weights of which the copy has only the first rows."""
+def _weights_of_tokens(model: PreTrainedModel) -> set[int]:
+    """The ids of the weights with a row for each token, of embeddings and of the head."""
     head = model.get_output_embeddings()
-    cut = set()
+    weights = set()
     for module in model.modules():
-        is_cut = isinstance(module, nn.Embedding) or (module is head and head is not None)
-        if is_cut:
-            cut |= {id(weight) for weight in module.parameters(recurse=False)}
-    return cut
+        if isinstance(module, nn.Embedding) or module is head:
+            weights |= {id(weight) for weight in module.parameters(recurse=False)}
+    return weights
 
 
 def _cut_config(text: PreTrainedConfig, numbers: list[int]) -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 
 from kvcat.errors import InputError
-from kvcat.extras import install_command
 from kvcat.serving.prefix import Prefix
 from kvcat.serving.widen import interleaved
 from kvcat.types import Float, Tensor, UInt8
@@ -138,7 +137,7 @@ def _installed_library() -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec else []
     libraries = sorted(file for folder in folders for file in Path(folder).glob("xllamacpp*.so"))
     if not libraries:
-        raise InputError(f"llama.cpp is not installed: {install_command('llama-cpp')}")
+        raise InputError("llama.cpp is not installed: pip install 'kvcat[llama-cpp]'")
     return libraries[0]
 
 
@@ -284,9 +283,9 @@ def rotated(states: Float[Tensor, "slots channels"], block: int) -> Float[Tensor
     """States as llama.cpp stores them where it rotates every ``block`` neighbouring channels.
 
     Since April 2026 it does so for caches in few bits, which outliers would spoil, if the heads are
-    large enough. The rotation is a Walsh-Hadamard matrix, H_ij = (-1)^popcount(i & j) /
-    sqrt(block), in halves: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and outputs are rotated
-    as well, so that attention does not change.
+    large enough. The rotation is a Walsh-Hadamard matrix of n = block rows and columns, H_ij =
+    (-1)^popcount(i & j) / sqrt(n), in steps: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and
+    outputs are rotated as well, so that attention does not change.
     """
     size = 1
     while size < block:

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 from kvcat.errors import InputError
@@ -35,7 +36,7 @@ class Record:
 
     def __post_init__(self) -> None:
         for name, value in self.values.items():
-            if type(value) not in (float, int):
+            if isinstance(value, bool) or not isinstance(value, Real):
                 raise InputError(f"{name} of example {self.example!r} is {value!r}, not a number")
             if math.isnan(value):
                 place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
