@@ -11,6 +11,7 @@ import torch
 import kvcat
 from kvcat.cli.app import run
 from kvcat.compress import compare, compressor_names, make_compressor, replay
+from kvcat.corpus import CorpusSettings
 from kvcat.errors import InputError
 from kvcat.evals import evaluation_names, find_evaluation, read_config, read_records, summarise
 from kvcat.policies import build_policies
@@ -65,6 +66,54 @@ def test_a_scorer_of_another_package_is_a_method_with_options_like_any_other(exa
     assert torch.equal(cache.layers[0].positions, expected)
     with pytest.raises(InputError, match=r"value-norm has no option 'powr' .*; its options: power"):
         make_compressor("value-norm", powr=1.0)
+
+
+DEMANDING_MODULE = """
+from dataclasses import dataclass
+from kvcat.compress import Compressor, Scorer, received_mass
+
+@dataclass(frozen=True)
+class Received(Scorer):
+    needs_all_queries = True
+
+    def measure(self, trace):
+        return received_mass(trace, 0)
+
+@dataclass(frozen=True)
+class Learner(Compressor):
+    needs_predictions = True
+    protects = False
+
+    def fit(self, prefix, sizes):
+        yield from ()
+"""
+
+
+def test_what_a_method_of_another_package_needs_is_asked_before_any_work(
+    traced, tmp_path, monkeypatch, capsys
+):
+    points = {"received": "demanding_methods:Received", "learner": "demanding_methods:Learner"}
+    install(tmp_path, "added", {"kvcat.compressors": points})
+    (tmp_path / "demanding_methods.py").write_text(DEMANDING_MODULE)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    model, tokenizer = kvcat.load("kvcat-base")
+    with pytest.raises(InputError, match="received needs all queries of the prefix"):
+        kvcat.Session(model, tokenizer, budget=40, tail=8, method="received")
+    with pytest.raises(InputError, match="demanding-methods protects no slots"):
+        kvcat.Session(model, tokenizer, budget=40, tail=8, method="learner", protect=[(0, 4)])
+    with pytest.raises(InputError, match="demanding-methods protects no slots: leave out protect"):
+        make_compressor("learner")(traced, num_slots=8, protect=[(0, 4)])
+    with pytest.raises(InputError, match="learner needs supervision reconstruction"):
+        CorpusSettings(method="learner", supervision="self")
+    text = tmp_path / "text.txt"
+    text.write_text("the cat sat on the mat")
+    command = ["compress", "kvcat-base", "--text", str(text), "-o", str(tmp_path / "c")]
+    command += ["--method", "learner"]
+    assert run([*command, "--supervision", "self"]) == 2
+    assert "learner needs --supervision reconstruction" in capsys.readouterr().err
+    assert run([*command, "--protect-text", str(text)]) == 2
+    assert "learner protects no slots" in capsys.readouterr().err
+    sys.modules.pop("demanding_methods", None)
 
 
 def test_a_compressor_of_another_package_may_give_its_layers_unequal_slots(

@@ -285,4 +285,4 @@ def test_the_system_turn_is_all_that_the_template_writes_before_the_document():
 def test_a_press_cannot_protect(model, windows):
     traced = trace(model, windows[:1], 48)
     message = refusal(KVPress("KnormPress"), traced, num_slots=16, protect=RANGES)
-    assert message == "a press of kvpress protects no slots: leave out protect"
+    assert message == "kvpress:KnormPress protects no slots: leave out protect"

@@ -524,7 +524,7 @@ def test_arguments_that_cannot_be_right_are_rejected(make):
     assert "budget_bytes is 0" in refusal(make, budget=None, budget_bytes=0)
     assert "tail is 0; it must be at least 1" in refusal(make, tail=0)
     assert "num_kept is -1" in refusal(make, num_kept=-1)
-    for method in ("snapkv", "h2o", "tova", "h2o,bits=8"):
+    for method in ("snapkv", "h2o", "tova", "h2o,bits=8", "gradient,init=snapkv"):
         assert "needs all queries of the prefix" in refusal(make, method=method)
     assert "no compressor 'zip'" in refusal(make, method="zip")
     session = make()

@@ -197,14 +197,6 @@ def _compress_text(
         options["bits"] = bits
     if has_protection and "bits" in options:
         raise InputError(f"protected slots are exact, not in {options['bits']} bits")
-    if has_protection and name.startswith("kvpress:"):
-        raise InputError(f"{name} protects no slots: leave out --protect and --protect-text")
-    learner = "--max-kl" if max_kl is not None else name
-    if supervision == "self" and learner in ("gradient", "--max-kl"):
-        raise InputError(
-            f"{learner} needs --supervision reconstruction: "
-            "the document alone leaves nothing to predict"
-        )
     early.check_device(device)
     early.check_model(model)
 
@@ -222,6 +214,14 @@ def _compress_text(
 
     opt.check_output(output, overwrite=overwrite, sources=budget_files(method))
     compressor = seeded_compressor(name, options, seed)
+    if has_protection and not compressor.protects:
+        raise InputError(f"{name} protects no slots: leave out --protect and --protect-text")
+    if supervision == "self" and (max_kl is not None or compressor.needs_predictions):
+        learner = name if max_kl is None else "--max-kl"
+        raise InputError(
+            f"{learner} needs --supervision reconstruction: "
+            "the document alone leaves nothing to predict"
+        )
     config = read_config(model)
     tokenizer = load_tokenizer(model)
     sequence = reconstruction(tokenizer, document, chat=chat, positions=positions_of(config))

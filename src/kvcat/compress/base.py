@@ -61,6 +61,8 @@ class Compressor(ABC):
     what is compact already."""
     needs_predictions: ClassVar[bool] = False
     """Whether the method learns from the model's predictions after the prefix."""
+    protects: ClassVar[bool] = True
+    """Whether the method can fit the other slots around protected ones."""
 
     @property
     def name(self) -> str:
@@ -191,12 +193,14 @@ class Compressor(ABC):
         """The number of slots to keep of a trace, as ``slots_for``.
 
         Raises:
-            InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``;
-                or ``torch.autocast`` is on.
+            InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``
+                or with a method that does not protect; or ``torch.autocast`` is on.
         """
         check_kind(Trace, "a Trace", trace=trace)
         check_no_autocast(trace.hidden.device)
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
+        if trace.protected and not self.protects:
+            raise InputError(f"{self.name} protects no slots: leave out protect")
         num_protected = num_positions(trace.protected)
         if slots < num_protected:
             raise InputError(

@@ -73,6 +73,7 @@ class KVPress(Compressor):
     options: dict[str, Any]
 
     needs_all_queries: ClassVar[bool] = True
+    protects: ClassVar[bool] = False
 
     def __init__(self, name: str, /, *, bits: int | None = None, **options: Any):
         object.__setattr__(self, "bits", bits)
@@ -99,8 +100,6 @@ class KVPress(Compressor):
             raise InputError(
                 "kvpress presses whole prefixes, and part of this one is already compact"
             )
-        if prefix.protected:
-            raise InputError("a press of kvpress protects no slots: leave out protect")
         groups = [[size] for size in sizes]
         if sizes and hasattr(self._build(), _CHOOSES_LAST):
             # such a press scores first and chooses at the end, so one scoring serves all sizes

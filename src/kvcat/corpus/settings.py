@@ -78,7 +78,7 @@ class CorpusSettings:
     @property
     def needs_copy(self) -> bool:
         """Whether a cache needs the copy of its document that follows it in reconstruction."""
-        return self.check or parse_spec(self.method)[0] == "gradient"
+        return self.check or self.compressor().needs_predictions
 
     def compressor(self) -> Compressor:
         """The method with its options, bits and seed.
