@@ -25,7 +25,7 @@ from kvcat.errors import run_script
 
 def start(model, corpus, store):
     """The command, running."""
-    words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
+    words = ["corpus", model, str(corpus), "-o", str(store)]
     return subprocess.Popen(
         [sys.executable, "-m", "kvcat", *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
     )

@@ -105,7 +105,7 @@ class Seconds(NamedTuple):
 
 def run(model, corpus, store, num_workers, cluster):
     """Seconds of a command, with those of the cluster's processors while it ran."""
-    words = ["compress", model, "--corpus", str(corpus), "-o", str(store)]
+    words = ["corpus", model, str(corpus), "-o", str(store)]
     if num_workers:
         words += ["--ray", "auto", "--workers", str(num_workers)]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

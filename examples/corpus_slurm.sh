@@ -12,8 +12,8 @@ store=$3
 shift 3
 
 srun --kill-on-bad-exit=0 bash -c '
-    kvcat compress "$1" --corpus "$2" -o "$3" --device "${KVCAT_DEVICE:-cuda}" \
+    kvcat corpus "$1" "$2" -o "$3" --device "${KVCAT_DEVICE:-cuda}" \
         --shard "$SLURM_PROCID/$SLURM_NTASKS" "${@:4}"
 ' rank "$model" "$corpus" "$store" "$@" || echo "a rank failed: its documents are made below" >&2
 
-kvcat compress "$model" --corpus "$corpus" -o "$store" --device "${KVCAT_DEVICE:-cuda}" "$@"
+kvcat corpus "$model" "$corpus" -o "$store" --device "${KVCAT_DEVICE:-cuda}" "$@"

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
         append,
         compare,
         compose,
+        compress_document,
         document_trace,
         question_ids,
         reconstruction,
@@ -46,12 +47,14 @@ if TYPE_CHECKING:
     from kvcat.corpus import Store
     from kvcat.errors import InputError
     from kvcat.models import load
+    from kvcat.settings import DocumentSettings
     from kvcat.training import TrainConfig
     from kvcat.training.loop import train
 
 __all__ = [
     "AttentionMatching",
     "CompactCache",
+    "DocumentSettings",
     "Eviction",
     "GradientCompression",
     "InputError",
@@ -65,6 +68,7 @@ __all__ = [
     "compare",
     "compose",
     "compress",
+    "compress_document",
     "corpus",
     "data",
     "document_trace",
@@ -87,6 +91,7 @@ __all__ = [
 _HOME = {
     "AttentionMatching": "compress",
     "CompactCache": "cache",
+    "DocumentSettings": "settings",
     "Eviction": "compress",
     "GradientCompression": "compress",
     "InputError": "errors",
@@ -97,6 +102,7 @@ _HOME = {
     "append": "compress",
     "compare": "compress",
     "compose": "compress",
+    "compress_document": "compress",
     "document_trace": "compress",
     "load": "models",
     "question_ids": "compress",

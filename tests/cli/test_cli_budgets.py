@@ -31,7 +31,7 @@ def test_budgets_are_measured_once_and_used_for_other_documents(
     made = kvcat.CompactCache.load(cache)
     assert made.metadata["budgets"].startswith("budgets.json ")
     store = tmp_path / "store"
-    words = ["compress", tiny_folder, "--corpus", corpus, "--keep", "0.25", "-o", store]
+    words = ["corpus", tiny_folder, corpus, "--keep", "0.25", "-o", store]
     words += ["--method", f"attention-matching,budgets={file}"]
     assert run([str(word) for word in words]) == 0
     budgets = CalibratedBudgets.load(file)

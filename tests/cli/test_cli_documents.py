@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvcat as kvcat_library
 from kvcat.cache import CompactCache, CompactLayer, LayerState
 from kvcat.cli.app import run
+from kvcat.corpus import Store
 from kvcat.data import prepare
 from kvcat.models import load
 from kvcat.serving import read_prefix
@@ -170,7 +171,7 @@ def test_a_protected_passage_stays_exact_and_one_that_does_not_occur_is_rejected
     assert "bits" in mistake(*command, passage, "--bits", "8")
     passage.write_text("no such text")
     assert "is not in the document" in mistake(*command, passage)
-    assert "--protect system needs --chat" in mistake(*command[:-1], "--protect", "system")
+    assert "protect system needs chat" in mistake(*command[:-1], "--protect", "system")
 
 
 def test_the_search_for_the_smallest_cache_reports_every_size(tiny_folder, document, capsys):
@@ -366,21 +367,55 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
     assert "no store of caches" in mistake("info", tmp_path)
 
 
-@pytest.mark.parametrize("chat", [False, True])
-def test_a_cache_made_in_python_answers_as_one_of_the_command_does(
-    chat, tiny_folder, document, tmp_path, capsys
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        ([], {}),
+        (["--keep", 0.5, "--seed", 3], {"keep_ratio": 0.5, "seed": 3}),
+        (["--slots", 4, "--bits", 4], {"num_slots": 4, "bits": "4"}),
+        (
+            ["--method", "gradient,num_steps=2", "--slots", 3],
+            {"method": "gradient,num_steps=2", "num_slots": 3},
+        ),
+    ],
+)
+def test_the_command_the_function_and_a_corpus_of_one_text_make_the_same_file(
+    options, settings, tmp_path
 ):
-    made = compress(tiny_folder, document, "--keep", 0.5, *(["--chat"] if chat else []))
-    model, tokenizer = load(tiny_folder)
-    trace = kvcat_library.document_trace(model, tokenizer, DOCUMENT, chat=chat)
-    kvcat_library.AttentionMatching()(trace, keep_ratio=0.5).save(tmp_path / "python.safetensors")
-    assert (tmp_path / "python.safetensors").read_bytes() == made.read_bytes()
-    answers = [
-        answer(capsys, tiny_folder, c, "--prompt", "the cat")
-        for c in (made, tmp_path / "python.safetensors")
-    ]
-    assert answers[0] == answers[1]
-    assert answers[0].strip()
+    text = "def add(first, second):\n    return first + second\n" * 3
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    (folder / "doc.txt").write_text(text)
+    made = compress("kvcat-base", folder / "doc.txt", *options).read_bytes()
+    (folder / "doc.safetensors").unlink()
+    python = kvcat_library.compress_document(
+        *load("kvcat-base"), text, kvcat_library.DocumentSettings(**settings)
+    )
+    python.save(tmp_path / "python")
+    assert (tmp_path / "python").read_bytes() == made
+    assert kvcat("corpus", "kvcat-base", folder, "-o", tmp_path / "store", *options) == 0
+    stored = Store(tmp_path / "store")["doc.txt"]
+    dataclasses.replace(stored, metadata=python.metadata).save(tmp_path / "stored")
+    assert (tmp_path / "stored").read_bytes() == made
+    assert python.metadata.items() <= stored.metadata.items()
+
+
+@pytest.mark.parametrize(
+    ("options", "settings"),
+    [
+        (["--chat"], {"chat": True}),
+        (["--mb", 0.003], {"max_megabytes": 0.003}),
+        (["--max-kl", 0.01, "--method", "snapkv"], {"max_kl": 0.01, "method": "snapkv"}),
+    ],
+)
+def test_other_options_of_the_command_are_those_of_the_function(
+    options, settings, tiny_folder, document, tmp_path
+):
+    made = compress(tiny_folder, document, *options).read_bytes()
+    kvcat_library.compress_document(
+        *load(tiny_folder), DOCUMENT, kvcat_library.DocumentSettings(**settings)
+    ).save(tmp_path / "python")
+    assert (tmp_path / "python").read_bytes() == made
 
 
 def test_a_byte_order_mark_is_left_out_and_a_spelled_control_token_is_text_unless_allowed(

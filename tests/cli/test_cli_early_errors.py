@@ -58,7 +58,7 @@ def no_template(tmp_path_factory):
 )
 def test_a_corpus_that_no_model_can_compress(tiny_folder, tmp_path, mistake, corpus, rows, message):
     store = tmp_path / "store"
-    assert message in mistake("compress", tiny_folder, "--corpus", corpus(*rows), "-o", store)
+    assert message in mistake("corpus", tiny_folder, corpus(*rows), "-o", store)
     assert not store.exists()
 
 
@@ -66,7 +66,7 @@ def test_a_corpus_that_no_model_can_compress(tiny_folder, tmp_path, mistake, cor
 def test_a_table_without_the_column(tiny_folder, tmp_path, mistake):
     table = tmp_path / "rows.parquet"
     parquet.write_table(pyarrow.table({"body": [TEXT]}), table)
-    words = ["compress", tiny_folder, "--corpus", table, "-o", tmp_path / "store"]
+    words = ["corpus", tiny_folder, table, "-o", tmp_path / "store"]
     assert "no column 'text'; its columns: body" in mistake(*words)
     table.write_bytes(table.read_bytes()[:-9])
     assert "cannot be read as parquet" in mistake(*words)
@@ -90,7 +90,7 @@ def test_a_table_without_the_column(tiny_folder, tmp_path, mistake):
 def test_wrong_options_of_a_method(tiny_folder, tmp_path, mistake, corpus, method, message):
     pytest.importorskip("kvpress") if method.startswith("kvpress") else None
     store = tmp_path / "store"
-    words = ["compress", tiny_folder, "--corpus", corpus(GOOD), "-o", store, "--method", method]
+    words = ["corpus", tiny_folder, corpus(GOOD), "-o", store, "--method", method]
     assert message in mistake(*words)
     assert not store.exists()
 
@@ -99,8 +99,9 @@ def test_wrong_options_of_a_method(tiny_folder, tmp_path, mistake, corpus, metho
 def test_a_chat_template_that_is_missing(no_template, tmp_path, mistake, corpus):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
-    for source in (["--corpus", corpus(GOOD)], ["--text", text]):
-        words = ["compress", no_template, *source, "-o", tmp_path / "out", "--chat"]
+    one = ["compress", no_template, "--text", text]
+    for command in (one, ["corpus", no_template, corpus(GOOD)]):
+        words = [*command, "-o", tmp_path / "out", "--chat"]
         assert "has no chat template: leave out --chat" in mistake(*words)
     assert not (tmp_path / "out").exists()
 
@@ -117,7 +118,7 @@ def test_a_text_that_is_too_long_for_the_model(tiny_folder, tmp_path, mistake):
 
 @without_weights
 def test_a_store_that_cannot_be_written(tiny_folder, tmp_path, mistake, corpus):
-    words = ["compress", tiny_folder, "--corpus", corpus(GOOD), "-o"]
+    words = ["corpus", tiny_folder, corpus(GOOD), "-o"]
     (tmp_path / "file").touch()
     assert f"{tmp_path / 'file'} is no folder" in mistake(*words, tmp_path / "file")
     assert f"{tmp_path / 'file'} is no folder" in mistake(*words, tmp_path / "file" / "store")
@@ -141,14 +142,14 @@ def test_a_file_of_budgets_of_another_model_leaves_no_store(
     other = calibrate(loud_model(vocab_size=300), tokenizer, [LONG], num_tokens=24)
     other.save(tmp_path / "budgets.json")
     method = f"attention-matching,budgets={tmp_path / 'budgets.json'}"
-    words = ["compress", tiny_folder, "--corpus", corpus(GOOD), "-o", tmp_path / "store"]
+    words = ["corpus", tiny_folder, corpus(GOOD), "-o", tmp_path / "store"]
     assert "the budgets belong to" in mistake(*words, "--method", method)
     assert not (tmp_path / "store").exists()
 
 
 def test_a_store_that_is_damaged_or_in_use(tiny_folder, tmp_path, mistake, corpus, monkeypatch):
     store = tmp_path / "store"
-    words = ["compress", tiny_folder, "--corpus", corpus(GOOD), "-o", store]
+    words = ["corpus", tiny_folder, corpus(GOOD), "-o", store]
     assert run([str(word) for word in words]) == 0
     monkeypatch.setattr("kvcat.models.loading._load_model", None)
     with LocalStorage(store).writer(None):

@@ -24,7 +24,7 @@ def test_a_killed_worker_loses_nothing_and_makes_nothing_twice(
     source = write_rows(tmp_path / "corpus.jsonl", rows)
     compress(source, tmp_path / "local")
     store = tmp_path / "ray"
-    arguments = ["compress", tiny_folder, "--corpus", source, "-o", store, "--workers", 2]
+    arguments = ["corpus", tiny_folder, source, "-o", store, "--workers", 2]
     command = start(cluster, *arguments)
     kill_a_worker(b"RayCompressor", lambda: len(list(store.rglob("*.safetensors"))) >= 5, command)
     output, errors = command.communicate()

@@ -134,7 +134,7 @@ def test_processes_that_write_at_the_same_time_lose_no_document(
     jobs = [[many, "--shard", "0/2"], [many, "--shard", "1/2"], [others], [others]]
     commands = []
     for source, *options in jobs:
-        words = ["compress", tiny_folder, "--corpus", source, "-o", bucket, *options]
+        words = ["corpus", tiny_folder, source, "-o", bucket, *options]
         command = [sys.executable, "-m", "kvcat", *map(str, words)]
         commands.append(subprocess.Popen(command))
     assert [command.wait() for command in commands] == [0, 0, 0, 0]
@@ -228,7 +228,7 @@ def count_free_requests(relay, count):
 def test_a_run_that_is_killed_leaves_whole_objects_and_continues(
     bucket, many, compress, tiny_folder, tmp_path
 ):
-    words = ["compress", tiny_folder, "--corpus", many, "-o", bucket]
+    words = ["corpus", tiny_folder, many, "-o", bucket]
     command = subprocess.Popen([sys.executable, "-m", "kvcat", *map(str, words)])
     storage = open_storage(bucket)
     while command.poll() is None and len(storage.names("caches")) < 4:

@@ -250,10 +250,10 @@ def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, comp
     ("options", "name"),
     [
         ({"method": "snapkv"}, "method attention-matching, not snapkv"),
-        ({"keep_ratio": 0.2}, "keep_ratio 0.1, not 0.2"),
-        ({"num_slots": 4}, "keep_ratio 0.1, not None"),
+        ({"keep_ratio": 0.3}, "keep_ratio 0.2, not 0.3"),
+        ({"num_slots": 4}, "keep_ratio 0.2, not None"),
         ({"chat": True}, "chat False, not True"),
-        ({"bits": "4"}, "bits None, not 4"),
+        ({"bits": "4"}, "bits auto, not 4"),
     ],
 )
 def test_a_store_of_other_settings_is_rejected_by_name(corpus, compress, tmp_path, options, name):
@@ -386,7 +386,7 @@ def test_a_disk_that_is_really_full_leaves_a_whole_store_that_continues_with_spa
 def test_of_two_commands_that_write_one_store_the_second_is_rejected(tiny_folder, tmp_path):
     rows = [{"id": str(number), "text": text_of(number)} for number in range(20)]
     source = write_rows(tmp_path / "corpus.jsonl", rows)
-    words = ["compress", tiny_folder, "--corpus", source, "-o", tmp_path / "store"]
+    words = ["corpus", tiny_folder, source, "-o", tmp_path / "store"]
     command = [sys.executable, "-m", "kvcat", *map(str, words)]
     both = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     errors = [one.communicate()[1] for one in both]
@@ -490,7 +490,7 @@ def test_a_command_that_is_killed_at_random_times_continues_to_the_same_store(
     source = write_rows(tmp_path / "corpus.jsonl", rows)
 
     def start(store):
-        arguments = ["compress", tiny_folder, "--corpus", source, "-o", store]
+        arguments = ["corpus", tiny_folder, source, "-o", store]
         return subprocess.Popen(
             [sys.executable, "-m", "kvcat", *map(str, arguments)],
             stdout=subprocess.DEVNULL,

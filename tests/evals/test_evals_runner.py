@@ -189,7 +189,7 @@ def test_costs_are_those_of_the_first_batch_in_a_warm_process(
 ):
     calls = []
     made = Eviction.fit
-    monkeypatch.setattr(Eviction, "compress", lambda *args: calls.append(args[2]) or made(*args))
+    monkeypatch.setattr(Eviction, "fit", lambda *args: calls.append(args[2]) or made(*args))
     run({"base": models["base"]}, windows, tmp_path, ["first"], (0.25,), speed=True, batch_size=2)
     (cost,) = read_costs(tmp_path)
     assert (

@@ -19,6 +19,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("cli.train.train", "Continue a checkpoint's pretraining with KV-CAT."),
     "export": ("cli.train.export", "Export a checkpoint of a run as a Hugging Face folder."),
     "compress": ("cli.compress.compress", "Compress the KV cache of a document and save it."),
+    "corpus": ("cli.corpus.corpus", "Compress every document of a corpus into a store."),
     "budgets": (
         "cli.budgets.budgets",
         "Measure how many slots each head needs, once for a model.",

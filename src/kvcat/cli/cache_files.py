@@ -217,7 +217,7 @@ def info(file: opt.Several[str], /, id: opt.Unset[str] = None, json: bool = Fals
 
     Args:
         file: Cache files that `kvcat compress` wrote, one or several, or a store of
-            `kvcat compress --corpus`.
+            `kvcat corpus`.
         id: Id of a document in the store, to describe its cache alone.
         json: Print one JSON object for each cache or store: the same rows as texts by name.
     """

@@ -43,7 +43,7 @@ def generate(
 
     Args:
         cache: Cache files that `kvcat compress` wrote, one or several.
-        store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
+        store: Instead of --cache: a store of `kvcat corpus`, with --id.
         id: Id of the document in the store.
         prompt: Text that follows the document; may be given several times.
         max_new_tokens: Largest number of tokens in an answer; by default 64, or as many as fit.

@@ -5,7 +5,7 @@ import inspect
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
 
+from kvcat.cli.names import method_lines
 from kvcat.cli.threads import THREADS
 from kvcat.errors import InputError, did_you_mean
 from kvcat.option_types import (
@@ -87,6 +88,7 @@ _SHORT = {"-o": "--output"}
 _LIBRARY_NAMES = {
     "--keep": "keep_ratio",
     "--slots": "num_slots",
+    "--mb": "max_megabytes",
     "--documents": "num_documents",
     "--tokens": "num_tokens",
     "--windows": "num_windows",
@@ -107,8 +109,9 @@ def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> 
     )
     repeatable = _options(target)
     _check_given_once(repeatable, prog, arguments)
-    if target.__doc__:
-        target.__doc__ = _unwrapped(target.__doc__)
+    for described in _described(target):
+        if described.__doc__:
+            described.__doc__ = _unwrapped(described.__doc__)
     with events.on_parse_error(partial(_reject, [*repeatable, THREADS])):
         return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
 
@@ -125,8 +128,22 @@ def _options(target: Any) -> dict[str, bool]:
         if tyro.conf.OmitArgPrefixes in markers and dataclasses.is_dataclass(kind):
             options |= _options(kind)
         elif parameter.kind is not parameter.POSITIONAL_ONLY:
-            options[f"--{name.replace('_', '-')}"] = tyro.conf.UseAppendAction in markers
+            # an option may have another name than its field: tyro.conf.arg(name="keep")
+            others = [marker.name for marker in markers if getattr(marker, "name", None)]
+            flag = (others or [name])[0].replace("_", "-")
+            options[f"--{flag}"] = tyro.conf.UseAppendAction in markers
     return options
+
+
+def _described(target: Any) -> Iterator[Any]:
+    """A function or a dataclass, and the dataclasses whose fields are among its options."""
+    yield target
+    parents = target.__mro__[1:] if inspect.isclass(target) else ()
+    yield from (parent for parent in parents if dataclasses.is_dataclass(parent))
+    for parameter in inspect.signature(target).parameters.values():
+        kind = getattr(parameter.annotation, "__origin__", None)
+        if dataclasses.is_dataclass(kind):
+            yield from _described(kind)
 
 
 def _check_given_once(repeatable: Mapping[str, bool], prog: str, arguments: Sequence[str]) -> None:
@@ -149,6 +166,11 @@ def _unwrapped(docstring: str) -> str:
     tyro keeps some line breaks of the source in help texts.
     """
     text = inspect.cleandoc(docstring)
+    if "{methods}" in text:
+        lines = method_lines()
+        width = max(map(len, lines))
+        shown = [f"  {name:{width}}  {line}" for name, line in lines.items()]
+        text = text.replace("{methods}", "\n".join(["Methods:", *shown]))
     text = re.sub(r"\n {8,}(?=\S)", " ", text)  # lines below "    argument: ..."
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
 

@@ -49,7 +49,7 @@ def serve(
     Example: kvcat serve ./my-model --store store
 
     Args:
-        store: Store of `kvcat compress --corpus`: a folder or an address.
+        store: Store of `kvcat corpus`: a folder or an address.
         host: Address to listen on; 0.0.0.0 is every network of this machine.
         port: Port to listen on.
         name: Name of the model for clients; by default the last part of MODEL.
@@ -133,7 +133,7 @@ def chat(
 
     Args:
         cache: Cache file that `kvcat compress` wrote, best with --chat; or give --store.
-        store: Instead of --cache: a store of `kvcat compress --corpus`, with --id.
+        store: Instead of --cache: a store of `kvcat corpus`, with --id.
         id: Id of the document in the store.
         max_new_tokens: Largest number of tokens in an answer; by default 256, or as many as fit.
         temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.

@@ -14,6 +14,7 @@ from kvcat.compress.compare import (
     supervised_kl,
 )
 from kvcat.compress.compose import append, compose
+from kvcat.compress.document_cache import compress_document
 from kvcat.compress.documents import (
     INSTRUCTION,
     document_trace,
@@ -65,6 +66,7 @@ __all__ = [
     "compact_cache",
     "compare",
     "compose",
+    "compress_document",
     "compressor_names",
     "document_trace",
     "fit_log_bias",

@@ -16,6 +16,7 @@ from kvcat.compress import (
     split_supervision,
     supervised_kl,
 )
+from kvcat.compress.document_cache import compress_trace, document_compressor
 from kvcat.compress.documents import sequence_trace
 from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
@@ -25,6 +26,7 @@ from kvcat.corpus.store import CHECKSUM_ENTRY
 from kvcat.errors import InputError
 from kvcat.memory import is_out_of_memory
 from kvcat.models import model_name
+from kvcat.settings import DocumentSettings
 
 HELD_OUT = 0.25
 """Fraction of the supervising positions, the last ones, at which ``check`` measures the KL."""
@@ -76,7 +78,7 @@ def encode_document(
         return EncodedDocument(document, problem=str(error))
     supervision = settings.supervision
     is_too_long = sequence.input_ids.shape[1] > positions >= sequence.prefix_len
-    if is_too_long and not settings.needs_copy:
+    if is_too_long and settings.learner is None:
         supervision = "self"
     return EncodedDocument(document, sequence, supervision=supervision)
 
@@ -101,7 +103,8 @@ class CorpusCompressor:
         self.tokenizer = tokenizer
         self.settings = settings
         self.storage = storage
-        self._compressor = settings.compressor()
+        self._compressor = document_compressor(settings)
+        self._document = DocumentSettings.of(settings)
         self._about: dict[str, Any] = {
             "method": settings.method,
             "model": model_name(model),
@@ -167,8 +170,7 @@ class CorpusCompressor:
             yield replace(cache, metadata=facts), kls[index]
 
     def _compress(self, trace: Trace) -> CompactCache:
-        settings = self.settings
-        return self._compressor(trace, keep_ratio=settings.keep_ratio, num_slots=settings.num_slots)
+        return compress_trace(trace, self._compressor, self._document)
 
     def _held_out_kls(self, trace: Trace) -> list[float | None]:
         """KL(dense || compact) per document at the last quarter of the supervising positions.

@@ -62,7 +62,7 @@ def compress_corpus(
         model, tokenizer: the ones that will answer.
         source: a folder of text files, a ``.jsonl`` or ``.parquet`` file, or ``hub:NAME``.
         store: a folder or an address of fsspec.
-        settings: how caches are made; None: the default method with a tenth of the slots.
+        settings: how caches are made; None: the default method with a fifth of the slots.
         text_column, id_column: columns of a table.
         shard: (number, count): make only every count-th batch, for processes that share a store.
         show_progress: show a bar on standard error.

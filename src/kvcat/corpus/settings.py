@@ -2,34 +2,24 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, get_args
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.choices import DocumentSupervision
-from kvcat.compress import Compressor, seeded_compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
-from kvcat.errors import InputError, check_least, check_one_of, finite
-from kvcat.options import parse_spec
+from kvcat.compress.document_cache import document_compressor
+from kvcat.errors import InputError
+from kvcat.settings import CacheSettings
 from kvcat.text.template import ChatTemplate
-
-DEFAULT_KEEP = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class CorpusSettings:
+class CorpusSettings(CacheSettings):
     """How the caches of a store are made; a store has one such setting and one model.
 
+    A document that is too long to be repeated gets the supervision "self", and its row says so.
+
     Args:
-        method: NAME or NAME,option=value,... as ``make_compressor`` reads it.
-        keep_ratio: fraction of the slots to keep, in (0, 1]; 0.1 if no number of slots is named.
-        num_slots: instead, slots per layer and head on average, at least 1.
-        bits: bits of keys and values in packed codes ("8" or "4"); None: ordinary numbers.
-        supervision: as in ``document_trace``; a document that is too long to be repeated gets
-            "self", and its row says so.
-        chat: documents open a user's turn in the tokenizer's chat template.
-        room: tokens of question and answer, for rotary factors that depend on the length.
-        seed: of randomised methods.
         check: measure each document's KL on held-out positions (``CorpusCompressor``).
         budgets: digest of the method's files of budgets when the settings were made, with which all
             caches are made; empty without such a file.
@@ -38,58 +28,18 @@ class CorpusSettings:
         InputError: a value that is not valid.
     """
 
-    method: str = "attention-matching"
-    keep_ratio: float | int | None = None
-    num_slots: int | None = None
-    bits: str | None = None
-    supervision: str = "reconstruction"
-    chat: bool = False
-    room: int | None = None
-    seed: int = 0
     check: bool = False
     budgets: str = field(init=False, default="")
 
     def __post_init__(self) -> None:
-        if self.keep_ratio is not None and self.num_slots is not None:
-            raise InputError("give one of keep_ratio and num_slots")
-        if self.keep_ratio is None and self.num_slots is None:
-            object.__setattr__(self, "keep_ratio", DEFAULT_KEEP)
-        if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
-            raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
-        least = {"num_slots": 1, "room": 0, "seed": 0}
-        for name, smallest in least.items():
-            number = getattr(self, name)
-            if number is not None:
-                check_least(smallest, **{name: number})
-                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
-        check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
-        name, options = parse_spec(self.method)
-        if self.bits is not None and "bits" in options:
-            raise InputError(f"bits {self.bits} and the bits of {self.method}: give one of them")
-        if self.supervision == "self" and self.needs_copy:
-            what = "check" if self.check else name
-            raise InputError(
-                f"{what} needs supervision reconstruction: the document alone leaves nothing to "
-                "predict"
-            )
-        self.compressor()
+        super().__post_init__()
+        document_compressor(self)  # its options are checked
         object.__setattr__(self, "budgets", budget_digests(self.method))
 
     @property
-    def needs_copy(self) -> bool:
-        """Whether a cache needs the copy of its document that follows it in reconstruction."""
-        return self.check or self.compressor().needs_predictions
-
-    def compressor(self) -> Compressor:
-        """The method with its options, bits and seed.
-
-        Raises:
-            InputError: an unknown method or option, or a value that is not valid.
-        """
-        name, options = parse_spec(self.method)
-        if self.bits is not None:
-            options["bits"] = self.bits
-        return seeded_compressor(name, options, self.seed)
+    def learner(self) -> str | None:
+        """What needs the copy of a document that follows it in reconstruction, if anything."""
+        return "check" if self.check else super().learner
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise an ``InputError`` if documents need a chat template that the tokenizer lacks."""
@@ -107,7 +57,9 @@ class CorpusSettings:
 
     def record(self) -> dict[str, Any]:
         """The settings as JSON values by name; with a file of budgets they hold its digest."""
-        values = asdict(self)
+        values = {**asdict(self), **self.size}
+        if self.bits == "16":  # the same for a corpus: the type of the model
+            values["bits"] = "auto"
         if not self.budgets:
             del values["budgets"]
         return values

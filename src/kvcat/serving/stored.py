@@ -1,4 +1,4 @@
-"""Documents of a store of ``kvcat compress --corpus``, packed when a request first names them."""
+"""Documents of a store of ``kvcat corpus``, packed when a request first names them."""
 
 import hashlib
 import json

@@ -1,0 +1,163 @@
+"""The cache of a document: what the command, a corpus, Ray and Python users call.
+
+text -> token ids -> trace -> compressor of a size -> compact cache
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from kvcat.attention import check_not_wrapped
+from kvcat.cache import CompactCache
+from kvcat.compress.base import Compressor
+from kvcat.compress.compare import smallest_cache
+from kvcat.compress.documents import (
+    check_length,
+    protected_ranges,
+    reconstruction,
+    sequence_trace,
+)
+from kvcat.compress.methods.gradient import GradientCompression
+from kvcat.compress.prefix import protecting
+from kvcat.compress.quantized import slots_and_bits
+from kvcat.compress.ranges import Range
+from kvcat.compress.registry import seeded_compressor
+from kvcat.compress.trace import Reconstruction, Trace
+from kvcat.errors import InputError, check_kind
+from kvcat.models import positions_of
+from kvcat.settings import CacheSettings, DocumentSettings
+
+OnTry = Callable[[int, float], None]
+"""Called with a number (of slots, of a step) and the KL found there, nats per token."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a long compression reports, and where it saves what is done.
+
+    Args:
+        state: file from which the same gradient run continues after a kill; None saves nothing.
+        on_step: called after every gradient step with its number and the KL before it.
+        on_try: called after every size that ``max_kl`` tries with the slots and the KL.
+    """
+
+    state: Path | None = None
+    on_step: OnTry | None = None
+    on_try: OnTry | None = None
+
+
+def compress_document(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    text: str,
+    settings: DocumentSettings | None = None,
+) -> CompactCache:
+    """The compact cache of a document, as ``kvcat compress`` makes it.
+
+    Args:
+        model, tokenizer: the ones that will answer.
+        text: the document.
+        settings: how the cache is made; None: the default method with a fifth of the slots.
+
+    Raises:
+        InputError: an empty document, one too long for the model's positions, or settings that do
+            not fit it.
+    """
+    settings = DocumentSettings() if settings is None else settings
+    check_kind(DocumentSettings, "a DocumentSettings or None", settings=settings)
+    check_not_wrapped(model)
+    compressor = document_compressor(settings)
+    sequence, protected = encoded_document(tokenizer, model.config, text, settings)
+    trace = sequence_trace(model, sequence, supervision=settings.supervision, room=settings.room)
+    return compress_trace(protecting(trace, protected), compressor, settings)
+
+
+def document_compressor(settings: CacheSettings) -> Compressor:
+    """The method of the settings with its options, bits and seed.
+
+    Raises:
+        InputError: an unknown method or option, or a value that is not valid.
+    """
+    name, options = settings.method_options()
+    compressor = seeded_compressor(name, options, settings.seed)
+    if settings.supervision == "self" and compressor.needs_predictions:
+        raise InputError(
+            f"{name} needs supervision reconstruction: the document alone leaves nothing to predict"
+        )
+    return compressor
+
+
+def encoded_document(
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    text: str,
+    settings: DocumentSettings,
+) -> tuple[Reconstruction, Sequence[Range]]:
+    """The token ids of a document and the ranges among them that stay exact; needs no weights.
+
+    Args:
+        tokenizer: the model's.
+        config: of the model.
+        text: the document.
+        settings: how its cache will be made.
+
+    Raises:
+        InputError: as ``compress_document``.
+    """
+    positions = positions_of(config)
+    sequence = reconstruction(tokenizer, text, chat=settings.chat, positions=positions)
+    check_length(config, sequence, settings.supervision)
+    protected = protected_ranges(
+        tokenizer,
+        text,
+        system=settings.protect == "system",
+        passages=settings.passages,
+        chat=settings.chat,
+    )
+    return sequence, protected
+
+
+def compress_trace(
+    trace: Trace,
+    compressor: Compressor,
+    settings: DocumentSettings,
+    progress: Progress | None = None,
+) -> CompactCache:
+    """The cache of a document, or of several of equal length, in the size that settings name.
+
+    Args:
+        trace: of the documents.
+        compressor: that of the settings (``document_compressor``).
+        settings: how the cache is made; with ``max_kl`` every document has to reach the KL, and
+            ``max_megabytes`` are those of each document.
+        progress: what is reported on the way.
+    """
+    progress = progress or Progress()
+    size = settings.size
+    if settings.max_kl is not None:
+        smallest = smallest_cache(trace, compressor, settings.max_kl, on_try=progress.on_try)
+        metadata = {
+            **smallest.cache.metadata,
+            "max_kl": f"{settings.max_kl:g}",
+            "held_out_kl": f"{smallest.kl:.6g}",
+        }
+        return replace(smallest.cache, metadata=metadata)
+    num_bytes = None
+    if settings.max_megabytes is not None:
+        num_bytes = int(settings.max_megabytes * 1e6) * trace.batch_size
+        is_chosen = settings.bits == "16" or compressor.bits or settings.has_protection
+        choices = [compressor.bits] if is_chosen else None
+        num_slots, bits = slots_and_bits(trace, num_bytes, choices)
+        size = {"num_slots": num_slots}
+        compressor = compressor if bits is None else compressor.in_bits(bits)
+    if isinstance(compressor, GradientCompression):
+        cache = compressor(trace, **size, resume=progress.state, on_step=progress.on_step)
+    else:
+        cache = compressor(trace, **size)
+    if num_bytes is not None and cache.nbytes > num_bytes:
+        raise InputError(
+            f"{settings.method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer"
+        )
+    return cache

@@ -1,0 +1,168 @@
+"""The settings with which a document is compressed, for Python and for the command line.
+
+Nothing here imports torch, so that help texts and errors about options appear immediately.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Annotated, Any, get_args
+
+import tyro
+
+from kvcat.choices import DocumentSupervision
+from kvcat.errors import InputError, check_least, check_one_of, finite
+from kvcat.option_types import (
+    CacheBits,
+    Count,
+    Fraction,
+    Megabytes,
+    Nats,
+    Protect,
+    Seed,
+    Supervision,
+    Unset,
+)
+from kvcat.options import parse_spec
+
+DEFAULT_KEEP = 0.2
+"""Fraction of the slots that is kept if no size is given."""
+_KEEP_HELP = f"Fraction of the KV slots to KEEP, in (0, 1]; {DEFAULT_KEEP} if no size is given."
+
+
+@dataclass(frozen=True, kw_only=True)
+class CacheSettings:
+    """How caches are made: what one document and the documents of a corpus have in common.
+
+    Args:
+        method: NAME or NAME,option=value,...; docs/compress.md describes the options.
+        keep_ratio: Fraction of the KV slots to keep, in (0, 1]; a fifth if no size is given.
+        num_slots: Instead of --keep: number of slots per layer and head.
+        bits: Bits of keys and values; 16: the type of the model; auto: 16 or, for a
+            size in bytes, as few as are best for it.
+        supervision: Queries that caches are fitted to: those of the text repeated after an
+            instruction (reconstruction), or those of the text itself (self).
+        chat: Put document and prompts into the tokenizer's chat template, as user turns.
+        room: Number of tokens that prompt and answer may have. Only models whose rotary factors
+            depend on the length (LongRoPE), or with sliding windows, need it.
+        seed: Seed of all random draws.
+
+    Raises:
+        InputError: a value that is not valid, or two that exclude each other.
+    """
+
+    method: str = "attention-matching"
+    keep_ratio: Annotated[Unset[Fraction], tyro.conf.arg(name="keep", help=_KEEP_HELP)] = None
+    num_slots: Annotated[Unset[Count], tyro.conf.arg(name="slots")] = None
+    bits: CacheBits = "auto"
+    supervision: Supervision = "reconstruction"
+    chat: bool = False
+    room: Unset[Count] = None
+    seed: Seed = 0
+
+    def __post_init__(self) -> None:
+        given = [name for name in self._size_names if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise InputError(f"give one of {' and '.join(given)}")
+        if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
+            raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
+        least = {"num_slots": 1, "room": 0, "seed": 0}
+        for name, smallest in least.items():
+            number = getattr(self, name)
+            if number is not None:
+                check_least(smallest, **{name: number})
+                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
+        check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
+        check_one_of("bits", self.bits, get_args(CacheBits))
+        name, options = parse_spec(self.method)
+        if self.bits != "auto" and "bits" in options:
+            raise InputError(f"bits {self.bits} and the bits of {self.method}: give one of them")
+        if self.supervision == "self" and self.learner is not None:
+            raise InputError(
+                f"{self.learner} needs supervision reconstruction: the document alone leaves "
+                "nothing to predict"
+            )
+
+    @property
+    def _size_names(self) -> tuple[str, ...]:
+        """The settings of which one says how large a cache is."""
+        return ("keep_ratio", "num_slots")
+
+    @property
+    def learner(self) -> str | None:
+        """What needs the copy of the document that follows it in reconstruction, if anything."""
+        return "gradient" if parse_spec(self.method)[0] == "gradient" else None
+
+    @property
+    def size(self) -> dict[str, Any]:
+        """The keep ratio or the number of slots, as the arguments of a compressor."""
+        if self.num_slots is not None:
+            return {"num_slots": self.num_slots}
+        return {"keep_ratio": DEFAULT_KEEP if self.keep_ratio is None else self.keep_ratio}
+
+    def method_options(self) -> tuple[str, dict[str, Any]]:
+        """The name of the method and its options, with the bits."""
+        name, options = parse_spec(self.method)
+        if self.bits not in ("auto", "16"):
+            options["bits"] = self.bits
+        return name, options
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSettings(CacheSettings):
+    """How the cache of a document is made (``kvcat.compress_document``).
+
+    Args:
+        max_kl: Instead of --keep: find the smallest cache with at most this held-out KL per token.
+        max_megabytes: Instead of --keep: largest size of keys, values, scales and log-bias in
+            millions of bytes; chooses slots and, unless --bits is given, bits.
+        protect: What stays exact in every head and layer, inside the budget: system, all that the
+            chat template writes before the document (needs --chat). By default nothing.
+        passages: Texts that stay exact wherever they occur in the document.
+
+    Raises:
+        InputError: a value that is not valid, or two that exclude each other.
+    """
+
+    max_kl: Unset[Nats] = None
+    max_megabytes: Annotated[Unset[Megabytes], tyro.conf.arg(name="mb")] = None
+    protect: Unset[Protect] = None
+    passages: Annotated[tuple[str, ...], tyro.conf.Fixed, tyro.conf.Suppress] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.max_kl is not None and finite("max_kl", self.max_kl) < 0:
+            raise InputError(f"max_kl must be at least 0 nats per token, not {self.max_kl}")
+        if self.max_megabytes is not None and finite("max_megabytes", self.max_megabytes) <= 0:
+            raise InputError(f"max_megabytes must be above 0, not {self.max_megabytes}")
+        if self.protect is not None:
+            check_one_of("protect", self.protect, get_args(Protect))
+            if not self.chat:
+                raise InputError(
+                    "protect system needs chat: only a chat template has a system turn"
+                )
+        if self.has_protection:
+            name, options = self.method_options()
+            if "bits" in options:
+                raise InputError(f"protected slots are exact, not in {options['bits']} bits")
+            if name.startswith("kvpress:"):
+                raise InputError(f"{name} protects no slots: leave out what is to be protected")
+
+    @property
+    def has_protection(self) -> bool:
+        """Whether some slots stay exact."""
+        return self.protect is not None or bool(self.passages)
+
+    @property
+    def _size_names(self) -> tuple[str, ...]:
+        return ("keep_ratio", "num_slots", "max_kl", "max_megabytes")
+
+    @property
+    def learner(self) -> str | None:
+        """What needs the copy of the document that follows it in reconstruction, if anything."""
+        return "max_kl" if self.max_kl is not None else super().learner
+
+    @classmethod
+    def of(cls, settings: CacheSettings) -> "DocumentSettings":
+        """The settings of each document of a corpus."""
+        names = CacheSettings.__dataclass_fields__
+        values = asdict(settings)
+        return cls(**{name: values[name] for name in names})
