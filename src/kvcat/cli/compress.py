@@ -304,12 +304,10 @@ def _smallest_cache(trace: "Trace", compressor: "Compressor", max_kl: float) -> 
         print(line, file=sys.stderr, flush=True)
 
     smallest = smallest_cache(trace, compressor, max_kl, on_try=show)
-    metadata = {
-        **smallest.cache.metadata,
-        "max_kl": f"{max_kl:g}",
-        "held_out_kl": f"{smallest.kl:.6g}",
-    }
-    return dataclasses.replace(smallest.cache, metadata=metadata)
+    record = smallest.cache.record
+    options = {**record.options, "max_kl": f"{max_kl:g}"}
+    record = dataclasses.replace(record, options=options, held_out_kl=smallest.kl)
+    return dataclasses.replace(smallest.cache, record=record)
 
 
 def _trained_cache(
