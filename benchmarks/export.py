@@ -33,7 +33,7 @@ KEEP_RATIOS = (0.05, 0.1, 0.2, 0.4)
 
 def without_bias(cache: CompactCache) -> CompactCache:
     layers = [CompactLayer(layer.keys, layer.values) for layer in cache.layers]
-    return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.metadata)
+    return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.record)
 
 
 def original_values(fitted: Trace, cache: CompactCache) -> CompactCache:
@@ -42,7 +42,7 @@ def original_values(fitted: Trace, cache: CompactCache) -> CompactCache:
     for layer, values in zip(cache.layers, fitted.values, strict=True):
         rows = layer.positions.unsqueeze(-1).expand(-1, -1, -1, values.shape[-1])
         layers.append(CompactLayer(layer.keys, values.gather(2, rows)))
-    return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.metadata)
+    return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.record)
 
 
 def caches(fitted: Trace, keep_ratio: float) -> dict[str, CompactCache]:

@@ -7,7 +7,7 @@ import pytest
 import safetensors.torch
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, LayerState, fingerprint
+from kvcat.cache import CacheRecord, CompactCache, CompactLayer, LayerState, fingerprint
 from kvcat.cache.files import CACHE, read_tensors
 from kvcat.errors import InputError
 from tiny import layer_of, loud_model, refusal
@@ -38,7 +38,7 @@ def example(form="equal", dtype=torch.float32, owner=OWNER):
             else:
                 draws[2][0, 0, 1] = -torch.inf  # a hidden slot
                 layers.append(CompactLayer(*draws))
-    return CompactCache(layers, 9, owner, {"method": "by hand", "seed": "0"}).to(dtype=dtype)
+    return CompactCache(layers, 9, owner, CacheRecord("by hand", {"seed": "0"})).to(dtype=dtype)
 
 
 def test_a_number_that_another_dtype_cannot_hold_is_rejected():
@@ -95,7 +95,7 @@ def test_a_loaded_cache_equals_the_saved_one(tmp_path, form, dtype):
     cache.save(path)
     loaded = CompactCache.load(path)
     assert [file.name for file in tmp_path.iterdir()] == ["doc"]
-    assert (loaded.num_tokens, loaded.fingerprint, loaded.metadata) == (9, OWNER, cache.metadata)
+    assert (loaded.num_tokens, loaded.fingerprint, loaded.record) == (9, OWNER, cache.record)
     for ours, theirs in zip(cache.layers, loaded.layers, strict=True):
         assert type(ours) is type(theirs)
         torch.testing.assert_close(theirs.tensors(), ours.tensors(), rtol=0, atol=0)
@@ -177,17 +177,19 @@ DEEP = "[" * 100_000
 DAMAGED_ENTRIES = [
     (
         {"format": "kvcat-compact-cache-2"},
-        "has format 2, and .* reads 5: make the cache again with `kvcat compress`$",
+        "has format 2, and .* reads 6: make the cache again with `kvcat compress`$",
     ),
     ({"format": "pt"}, "is not a compact cache of kvcat"),
-    ({"format": "kvcat-prefix-1"}, "is an exported prefix of kvcat, not a compact cache"),
+    ({"format": "kvcat-prefix-2"}, "is an exported prefix of kvcat, not a compact cache"),
     ({"num_tokens": None}, "num_tokens"),
     ({"num_tokens": "9999999999"}, "num_tokens is '9999999999'"),
     ({"num_layers": "1"}, "which no cache of 1 layers has"),
     ({"num_layers": "1000000000"}, "num_layers is '1000000000'"),
     ({"fingerprint": "abc"}, "fingerprint is 'abc'"),
-    ({"metadata": '{"seed": 0}'}, "metadata is no table of texts"),
-    ({"metadata": DEEP}, "metadata is no table of texts"),
+    *(
+        ({"record": text}, "its record is not that of a compact cache")
+        for text in ('{"seed": "0"}', '{"first_ids": "1 2"}', '{"room": true}', "[]", DEEP)
+    ),
     ({"pickle": "gASVAAAA"}, "has one that no cache has: pickle"),
 ]
 

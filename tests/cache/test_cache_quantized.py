@@ -14,6 +14,7 @@ from torch.nn.functional import pad
 from transformers import DynamicCache
 
 from kvcat.cache import (
+    CacheRecord,
     CompactCache,
     CompactLayer,
     Grid,
@@ -49,7 +50,7 @@ def example(*, equal=False, log_bias=True, model=None):
         layer = ragged_layer(seed, counts=[[6, 6], [6, 6]] if equal else COUNTS)
         layers.append(layer if log_bias else replace(layer, log_bias=None))
     owner = "2:" + "ab" * 32 if model is None else fingerprint(model)
-    return CompactCache(layers, PREFIX, owner, {"method": "by hand"})
+    return CompactCache(layers, PREFIX, owner, CacheRecord("by hand"))
 
 
 def heads_of(cache):
@@ -145,8 +146,9 @@ def test_a_file_gives_the_same_cache_and_has_as_many_bytes_as_are_counted(tmp_pa
     cache.save(tmp_path / "doc")
     loaded = CompactCache.load(tmp_path / "doc")
     assert loaded.bits == bits
-    assert loaded.metadata == {"method": "by hand", "bits": str(bits)}
-    assert loaded.unpacked().metadata == {"method": "by hand"}
+    assert loaded.record == CacheRecord("by hand")
+    assert loaded.metadata["bits"] == str(bits)
+    assert "bits" not in loaded.unpacked().metadata
     for layer, other in zip(cache.layers, loaded.layers, strict=True):
         assert layer.dtype == other.dtype
         for name, tensor in layer.tensors().items():

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcat as kvcat_library
-from kvcat.cache import CompactCache, CompactLayer, LayerState
+from kvcat.cache import CacheRecord, CompactCache, CompactLayer, LayerState
 from kvcat.cli.app import run
 from kvcat.corpus import Store
 from kvcat.data import prepare
@@ -292,7 +292,7 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
     assert kvcat(*base, tmp_path / "p") == 0
     assert capsys.readouterr().out.endswith("5 cells per head; the next token has position 5\n")
     with safetensors.safe_open(tmp_path / "p", "pt") as file:
-        assert file.metadata()["format"] == "kvcat-prefix-1"
+        assert file.metadata()["format"] == "kvcat-prefix-2"
     assert "exists; --overwrite replaces it" in mistake(*base, tmp_path / "p")
     plain = CompactCache.load(cache)
     biased = [
@@ -323,7 +323,7 @@ def test_info_compares_with_a_dense_cache_that_has_values_of_other_width_and_who
 ):
     window = LayerState({"keys": torch.ones(1, 2, 4, 8), "values": torch.ones(1, 2, 4, 6)})
     slots = CompactLayer(torch.ones(1, 2, 20, 8), torch.ones(1, 2, 20, 6))
-    cache = CompactCache([slots], 20, "2:" + "c" * 64, {"method": "dense"}, {1: window})
+    cache = CompactCache([slots], 20, "2:" + "c" * 64, CacheRecord("dense"), {1: window})
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     num_bytes = (20 + 4) * 2 * (8 + 6) * 4
@@ -337,7 +337,7 @@ def test_info_shows_the_different_numbers_of_heads_and_channels_of_the_layers(tm
     for num_heads, num_channels in ((4, 8), (1, 16)):
         states = torch.ones(1, num_heads, 3, num_channels)
         layers.append(CompactLayer(states, states.clone()))
-    CompactCache(layers, 20, "2:" + "c" * 64, {"method": "dense"}).save(tmp_path / "c")
+    CompactCache(layers, 20, "2:" + "c" * 64, CacheRecord("dense")).save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     assert "2 layers, 1 to 4 KV heads of 8 to 16 channels" in capsys.readouterr().out
 
@@ -346,8 +346,8 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
     tmp_path, capsys, mistake
 ):
     heads = [[[torch.ones(n, 8) for n in counts]] for counts in ((2, 4), (1, 3))]
-    metadata = {"method": "by hand", "seed": "7"}
-    cache = CompactCache([layer_of(x, x) for x in heads], 20, "2:0123456789" + "c" * 54, metadata)
+    record = CacheRecord("by hand", {"seed": "7"})
+    cache = CompactCache([layer_of(x, x) for x in heads], 20, "2:0123456789" + "c" * 54, record)
     cache.save(tmp_path / "c")
     assert kvcat("info", tmp_path / "c") == 0
     shown = capsys.readouterr().out

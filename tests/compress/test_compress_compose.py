@@ -7,7 +7,14 @@ import torch
 from transformers import DynamicCache
 
 import kvcat
-from kvcat.cache import CompactCache, HeadSlots, cache_argument, count_before, first_slots
+from kvcat.cache import (
+    CacheRecord,
+    CompactCache,
+    HeadSlots,
+    cache_argument,
+    count_before,
+    first_slots,
+)
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
 from kvcat.models.exact_copy import StaysDouble
 from tiny import byte_tokenizer, loud_model, refusal
@@ -253,9 +260,9 @@ def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     slots = torch.zeros(3, 4)
     ascending = [[HeadSlots(slots, slots, positions=torch.tensor([0, 1, 5]))]]
     protected_first = [[HeadSlots(slots, slots, positions=torch.tensor([5, 0, 1]))]]
-    assert count_before(first_slots([ascending])["first_slots"], 2, [ONE_HEAD])[0].item() == 2
-    assert first_slots([ascending, protected_first]) == {}
-    assert first_slots([ascending, [[HeadSlots(slots, slots)]]]) == {}
+    assert count_before(first_slots([ascending]), 2, [ONE_HEAD])[0].item() == 2
+    assert first_slots([ascending, protected_first]) == ()
+    assert first_slots([ascending, [[HeadSlots(slots, slots)]]]) == ()
 
 
 def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_tokens(double, pair):
@@ -340,13 +347,10 @@ def test_a_short_document_and_what_follows_it_compose_as_one_text(double, make):
 
 def test_a_cache_that_records_fewer_first_tokens_than_the_seam_has_is_rejected(double, pair):
     one, two = (trace.dense_cache() for trace in pair)
-    recorded = {**two.metadata, "first_ids": "5 6 7;8 9 10"}
-    message = refusal(kvcat.compose, double, [one, replace(two, metadata=recorded)], seam_tokens=4)
+    recorded = replace(two, record=replace(two.record, first_ids=((5, 6, 7), (8, 9, 10))))
+    message = refusal(kvcat.compose, double, [one, recorded], seam_tokens=4)
     assert "does not record its first tokens (3 of 4)" in message
-    assert (
-        kvcat.compose(double, [one, replace(two, metadata=recorded)], seam_tokens=3).num_tokens
-        == 44
-    )
+    assert kvcat.compose(double, [one, recorded], seam_tokens=3).num_tokens == 44
 
 
 def test_a_joint_refit_fits_the_documents_read_together_better(double, pair):
@@ -368,11 +372,11 @@ def test_what_cannot_be_composed_is_rejected_by_name(double, pair, windows):
     other = loud_model("llama", torch.float64, num_hidden_layers=3)
     assert "document 1 belongs to another model" in refusal(kvcat.compose, other, [one, two])
     assert "document 2 holds 1 examples" in refusal(kvcat.compose, double, [one, two.select([0])])
-    chat = replace(two, metadata={**two.metadata, "chat": "yes"})
+    chat = replace(two, record=replace(two.record, chat=True))
     assert "document 2 opens a turn" in refusal(kvcat.compose, double, [one, chat])
     long = [kvcat.trace(double, windows, supervision="self").dense_cache()] * 3
     assert "192 tokens exceed the 128 positions" in refusal(kvcat.compose, double, long)
-    bare = replace(two, metadata={})
+    bare = replace(two, record=CacheRecord())
     assert "does not record its first tokens" in refusal(kvcat.compose, double, [one, bare])
     assert kvcat.compose(double, [one, bare], seam_tokens=0).num_tokens == FIRST + SECOND
     suffixed = kvcat.trace(double, torch.cat([B, QUESTION], dim=1), SECOND)

@@ -2,7 +2,7 @@
 
 import torch
 
-from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.cache import CacheRecord, CompactCache, CompactLayer, fingerprint
 from kvcat.models import capture
 from tiny import layer_of, loud_model
 
@@ -45,7 +45,7 @@ def evicted(model, tokens, num_slots=7, log_bias=False):
         layers.append(
             CompactLayer(*kept, torch.randn(order.shape, generator=other) if log_bias else None)
         )
-    return CompactCache(layers, tokens.shape[1], fingerprint(model), {"method": "random"})
+    return CompactCache(layers, tokens.shape[1], fingerprint(model), CacheRecord("random"))
 
 
 def ragged(cache):

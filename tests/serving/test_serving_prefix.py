@@ -101,13 +101,13 @@ def test_the_file_holds_all_that_a_reader_needs(tmp_path):
         _, layer, kind = name.split(".")
         assert torch.equal(tensor, getattr(plain.layers[int(layer)], kind))
     metadata.pop("sha256")
-    assert json.loads(metadata.pop("metadata")) == {
+    assert json.loads(metadata.pop("record")) == {
         "method": "random",
-        "original_num_tokens": "30",
-        "layer_slots": "3 8",
+        "options": {"original_num_tokens": "30"},
+        "layer_slots": [3, 8],
     }
     assert metadata == {
-        "format": "kvcat-prefix-1",
+        "format": "kvcat-prefix-2",
         "num_layers": "2",
         "num_slots": "3",
         "num_tokens": "30",

@@ -19,6 +19,7 @@ import torch
 from evicted_caches import evicted, ids, make_model, ragged
 
 import kvcat
+from kvcat.cache import CacheRecord
 from kvcat.models import save
 from kvcat.serving import chat_ids, export_prefix, prompt_ids, read_prefix, request_fields, widen
 from tiny import byte_tokenizer
@@ -50,7 +51,7 @@ class World:
             "layers": self.cache(2, (40, 9)),
             "short": self.cache(3, 7),
             "deep": evicted(self.model, ids(1, 120), (100, 9), log_bias=True),
-            "chat": replace(self.cache(4, 33), metadata={"chat": "yes"}),
+            "chat": replace(self.cache(4, 33), record=CacheRecord(chat=True)),
             "block": self.cache(5, 64),
         }
         for number, length in enumerate((20, 24, 30)):

@@ -1,6 +1,5 @@
 """The compact cache: a small number of slots in place of a long prefix."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -17,16 +16,16 @@ from kvcat.cache.files import (
     CACHE,
     STATES,
     checked_layers,
-    parse_metadata,
     quantized_entries,
     read_tensors,
     write_tensors,
 )
 from kvcat.cache.fingerprint import fingerprint
-from kvcat.cache.first_tokens import first_slots, of_examples, same_documents
+from kvcat.cache.first_tokens import first_slots
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
+from kvcat.cache.record import CacheRecord
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, check_length, rope_border
 from kvcat.cache.slots import CompactLayer, Layer, Rows, chosen_examples, rounded_mean
@@ -50,7 +49,7 @@ class CompactCache:
             except those in ``states``.
         num_tokens: prefix length, which is the position of the next token.
         fingerprint: identifies the weights of the model it belongs to.
-        metadata: how it was made (method, keep ratio, ...), as text.
+        record: how it was made, and of which tokens.
         states: of the layers that are not compacted, by number of the layer: recurrent states, and
             sliding windows shorter than the text. They are kept whole.
     """
@@ -58,8 +57,20 @@ class CompactCache:
     layers: Sequence[Layer | QuantizedLayer]
     num_tokens: int
     fingerprint: str
-    metadata: dict[str, str] = field(default_factory=dict)
+    record: CacheRecord = field(default_factory=CacheRecord)
     states: Mapping[int, LayerState] = field(default_factory=dict)
+
+    @property
+    def metadata(self) -> dict[str, str]:
+        """What people read about the cache, by name: its record and its size, as texts."""
+        sizes = {
+            "num_slots": str(self.num_slots),
+            "mean_slots": f"{self.mean_slots:.6g}",
+            "keep_ratio": f"{self.mean_slots / self.num_tokens:.6g}",
+        }
+        if self.bits is not None:
+            sizes["bits"] = str(self.bits)
+        return sizes | self.record.texts()
 
     @property
     def layer_numbers(self) -> list[int]:
@@ -134,20 +145,18 @@ class CompactCache:
         wanted = parse_bits(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
-        if "protected" in self.metadata or "protected_later" in self.metadata:
+        if self.record.has_protected:
             raise InputError("the cache has protected slots, which few bits would round")
         ordinary = self.ordinary_layers()
         layers = [quantized_layer(layer, wanted) for layer in ordinary]
-        metadata = {**self.metadata, "bits": str(wanted)}
-        metadata |= first_slots([layer.heads() for layer in ordinary])
-        return replace(self, layers=layers, metadata=metadata)
+        slots = first_slots([layer.heads() for layer in ordinary]) or self.record.first_slots
+        return replace(self, layers=layers, record=replace(self.record, first_slots=slots))
 
     def unpacked(self) -> "CompactCache":
         """The cache in ordinary keys and values; itself if it is not in few bits."""
         if self.bits is None:
             return self
-        metadata = {name: fact for name, fact in self.metadata.items() if name != "bits"}
-        return replace(self, layers=self.ordinary_layers(), metadata=metadata)
+        return replace(self, layers=self.ordinary_layers())
 
     def ordinary_layers(self) -> list[Layer]:
         """The layers in ordinary keys and values."""
@@ -165,11 +174,8 @@ class CompactCache:
         chosen = chosen_examples(rows, self.batch_size)
         layers = [layer.select(chosen) for layer in self.layers]
         states = {number: state.select(chosen) for number, state in self.states.items()}
-        selected = replace(self, layers=layers, states=states)
-        metadata = of_examples(self.metadata, chosen)
-        if "num_slots" in metadata:
-            metadata |= slot_facts(selected)
-        return replace(selected, metadata=metadata)
+        record = self.record.of_examples(chosen)
+        return replace(self, layers=layers, states=states, record=record)
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -202,7 +208,7 @@ class CompactCache:
             "num_layers": str(len(self.layers)),
             "num_tokens": str(self.num_tokens),
             "fingerprint": self.fingerprint,
-            "metadata": json.dumps(self.metadata, sort_keys=True),
+            "record": self.record.to_json(),
         }
         first = self.layers[0]
         if isinstance(first, QuantizedLayer):
@@ -228,8 +234,8 @@ class CompactCache:
         check_kind((str, PathLike), "a path", path=path)
         entries, tensors, _ = read_tensors(Path(path), CACHE)
         layers, states = checked_layers(entries, tensors, str(path))
-        metadata = parse_metadata(entries["metadata"], path)
-        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], metadata, states)
+        record = CacheRecord.from_json(entries["record"], path)
+        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], record, states)
         if model is None:
             return cache
         cache.check_model(model, str(path))
@@ -239,7 +245,7 @@ class CompactCache:
         """Raise ``InputError`` if the model's fingerprint is not the cache's."""
         model_fingerprint = fingerprint(model)
         if model_fingerprint != self.fingerprint:
-            made_with = self.metadata.get("model", "unknown")
+            made_with = self.record.model or "unknown"
             config: Any = getattr(model, "config", None)
             used = getattr(config, "name_or_path", "") or type(model).__name__
             raise InputError(
@@ -262,7 +268,7 @@ class CompactCache:
             )
 
     def _same_documents(self, tokens: Int[Tensor, "batch prefix"]) -> list[bool] | None:
-        return same_documents(self.metadata, self.batch_size, tokens)
+        return self.record.same_documents(tokens)
 
     def inputs(
         self,
@@ -356,7 +362,7 @@ class CompactCache:
         total = self.num_tokens + num_new
         check_length(model.config, factors, total)
         border: Any = rope_border(model.config)
-        if factors == "long" and total <= border and "room" not in self.metadata:
+        if factors == "long" and total <= border and self.record.room is None:
             raise InputError(
                 f"{model.config.model_type}: the cache has the rotary factors for more than "
                 f"{border} tokens, and here are {total}: trace the document without its suffix, "
@@ -383,9 +389,8 @@ class CompactCache:
         """
         if rope_border(model.config) is None:
             return None
-        for factors in ("short", "long"):
-            if self.metadata.get("rope") == factors:
-                return factors
+        if self.record.rope is not None:
+            return self.record.rope
         raise InputError(
             f"{model.config.model_type} has rotary factors that depend on the length, and the "
             "cache does not say which it has: make it again"
@@ -505,12 +510,3 @@ def _state_layer(
     if window is not None:
         return WindowState(state, num_tokens, window=window, read_only=read_only)
     return RecurrentState(state, read_only=read_only)
-
-
-def slot_facts(cache: CompactCache) -> dict[str, str]:
-    """Metadata about the size of a cache, as in ``CompactCache``."""
-    return {
-        "num_slots": str(cache.num_slots),
-        "mean_slots": f"{cache.mean_slots:.6g}",
-        "keep_ratio": f"{cache.mean_slots / cache.num_tokens:.6g}",
-    }

@@ -35,7 +35,7 @@ _KINDS = {
     STATE: "the state of a gradient-based run of kvcat",
     SESSION: "a session of kvcat",
 }
-_VERSIONS = {CACHE: 5, PREFIX: 1, STATE: 3, SESSION: 3}
+_VERSIONS = {CACHE: 6, PREFIX: 2, STATE: 3, SESSION: 4}
 _REMEDIES = {
     CACHE: "make the cache again with `kvcat compress`",
     PREFIX: "make the file again with `kvcat pack`",
@@ -49,7 +49,7 @@ _ENTRIES = {
     "num_layers": r"[1-9]\d{0,4}",
     "num_tokens": r"[1-9]\d{0,7}",
     "fingerprint": FORM,
-    "metadata": ".*",
+    "record": ".*",
 }
 _QUANTIZED_ENTRIES = {
     "bits": "|".join(map(str, BITS)),
@@ -145,27 +145,6 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
     if digest.hexdigest() != recorded:
         raise InputError(f"{path} is corrupt: its contents do not match its checksum")
     return entries, tensors, recorded
-
-
-def parse_metadata(text: str, name: object) -> dict[str, str]:
-    """How a cache was made, from its header entry.
-
-    Args:
-        text: JSON.
-        name: name of the cache, for the message.
-
-    Raises:
-        InputError: not a table of texts.
-    """
-    try:
-        metadata = json.loads(text)
-    except (ValueError, RecursionError):
-        metadata = None
-    if not isinstance(metadata, dict) or not all(
-        isinstance(value, str) for value in metadata.values()
-    ):
-        raise InputError(f"{name}: its metadata is no table of texts")
-    return metadata
 
 
 def write_bytes(path: Path, *pieces: bytes | memoryview) -> None:
@@ -277,7 +256,6 @@ def _check_entries(entries: dict[str, str], name: str) -> None:
     for key, form in forms.items():
         if not re.fullmatch(form, entries[key], re.ASCII | re.DOTALL):
             raise InputError(f"{name}: {key} is {entries[key][:40]!r}")
-    parse_metadata(entries["metadata"], name)
 
 
 def _problems(layer: dict[str, Tensor], num_tokens: int) -> Iterator[str]:

@@ -322,11 +322,11 @@ def _cache_facts(cache: "CompactCache") -> dict[str, str]:
         num_channels = first.keys.shape[-1] + first.values.shape[-1]
         dense_bytes += layer.counts.numel() * num_tokens * num_channels * item_size
     dense_bytes += sum(state.nbytes for state in cache.states.values())
-    settings = dict(cache.metadata)
+    settings = cache.metadata
     method = settings.pop("method", "unknown")
     model = settings.pop("model", "unknown")
-    # which other rows show, or which only ``compose`` reads
-    for size in ("num_slots", "mean_slots", "bits", "first_ids", "first_slots"):
+    # which other rows show
+    for size in ("num_slots", "mean_slots", "bits"):
         settings.pop(size, None)
     return {
         "cache": f"{num_tokens} tokens in {cache.mean_slots:g} slots per layer and head "

@@ -23,10 +23,9 @@ from kvcat.cache import (
     check_dims,
     first_slots,
     parse_bits,
-    slot_facts,
 )
+from kvcat.cache.ranges import Range, num_positions, range_text
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
-from kvcat.compress.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, finite, whole
 from kvcat.models import model_name
@@ -104,7 +103,7 @@ class Compressor(ABC):
             yield [_with_codes(layer, bits) for layer in layers]
 
     def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
-        """Options and other facts about the method, for the metadata of caches."""
+        """Options and other facts about the method, for the records of caches."""
         return {each.name: getattr(self, each.name) for each in fields(self) if each.name != "bits"}
 
     def __call__(
@@ -234,8 +233,8 @@ class Compressor(ABC):
         sizes = [min(size, prefix.max_slots) for size in sizes]
         for grids in self.fit_codes(prefix, sizes, bits):
             layers = [QuantizedLayer.of_heads(grid, bits, first.keys.dtype) for grid in grids]
-            facts = {**self.facts(prefix), "bits": bits, **first_slots(grids)}
-            yield compact_cache(trace, layers, self.name, facts)
+            cache = compact_cache(trace, layers, self.name, self.facts(prefix))
+            yield replace(cache, record=replace(cache.record, first_slots=first_slots(grids)))
 
 
 @dataclass(frozen=True)
@@ -300,23 +299,20 @@ def compact_cache(
     method: str,
     options: Mapping[str, object],
 ) -> CompactCache:
-    """A compact cache of the trace, with metadata about its method.
+    """A compact cache of the trace, whose record has the method and its options.
 
     Raises:
         InputError: keys, values or log-bias are not finite, because a low-precision type
             overflowed.
     """
     _check_finite(layers, method, options)
-    cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, states=trace.states)
-    facts = {
-        "method": method,
-        **slot_facts(cache),
-        **options,
-        "model": model_name(trace.model),
-        "architecture": type(trace.model).__name__,
-        **trace.facts(),
-    }
-    return replace(cache, metadata={key: str(fact) for key, fact in facts.items()})
+    record = replace(
+        trace.record(method),
+        options={key: str(option) for key, option in options.items()},
+        model=model_name(trace.model),
+        architecture=type(trace.model).__name__,
+    )
+    return CompactCache(layers, trace.prefix_len, trace.fingerprint, record, trace.states)
 
 
 def _with_codes(layer: Layer, bits: int) -> HeadGrid:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
-from kvcat.compress.ranges import num_positions
+from kvcat.cache.ranges import num_positions
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError, check_kind, finite, whole
 from kvcat.losses import PositionScores, score_positions

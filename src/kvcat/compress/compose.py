@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import check_not_wrapped
 from kvcat.cache import (
-    FIRST_IDS,
-    FIRST_SLOTS,
+    CacheRecord,
     CompactCache,
     CompactLayer,
+    FirstSlots,
     HeadGrid,
     HeadSlots,
     Layer,
@@ -21,21 +21,15 @@ from kvcat.cache import (
     count_before,
     first_ids,
     first_slots,
-    joined_first_ids,
-    parse_first_ids,
-    slot_facts,
 )
+from kvcat.cache.ranges import slot_positions
 from kvcat.choices import NUM_FIRST, SEAM_TOKENS
-from kvcat.compress.ranges import parsed_ranges, range_text, slot_positions
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, whole
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Int, Tensor
-
-_OF_ONE_DOCUMENT = ("document", FIRST_SLOTS, "bits", "held_out_kl")
-"""Metadata that is not true of several documents, or of a longer one."""
 
 
 @torch.no_grad()
@@ -87,7 +81,7 @@ def compose(
         start = composed.num_tokens
         layers = [[layer] for layer in _heads_of_layers(composed)]
         if num_seam:
-            ids = parse_first_ids(cache.metadata[FIRST_IDS])[:, :num_seam]
+            ids = torch.tensor(cache.record.first_ids)[:, :num_seam]
             seam, _ = _encoded(model, composed, ids)
             for layer, added in zip(layers, seam, strict=True):
                 layer.append(added)
@@ -96,7 +90,7 @@ def compose(
             layer.append(_moved(heads, rotation, index))
         joined = [_joined(sections) for sections in layers]
         composed = replace(composed, layers=joined, num_tokens=start + cache.num_tokens)
-    composed = replace(composed, metadata=_metadata(caches, composed, seam_tokens))
+    composed = replace(composed, record=_record(caches, composed, seam_tokens))
     return composed if refit is None else refit_slots(refit, composed)
 
 
@@ -128,13 +122,12 @@ def append(
     pairs = zip(_heads_of_layers(cache), added, strict=True)
     layers = [_joined([held, new]) for held, new in pairs]
     longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
-    metadata = {key: fact for key, fact in cache.metadata.items() if key not in _OF_ONE_DOCUMENT}
-    metadata |= slot_facts(longer) | _first_slots_of_longer(cache, longer)
-    if FIRST_IDS in metadata:
-        added_ids = first_ids(input_ids)
-        metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], cache.num_tokens, added_ids)
-    metadata["appended"] = str(int(metadata.get("appended", "0")) + input_ids.shape[1])
-    return replace(longer, metadata=metadata)
+    record = replace(
+        cache.record.longer(cache.num_tokens, first_ids(input_ids)),
+        first_slots=_first_slots_of_longer(cache, longer),
+        appended=cache.record.appended + input_ids.shape[1],
+    )
+    return replace(longer, record=record)
 
 
 def _heads_of_layers(cache: CompactCache) -> list[HeadGrid]:
@@ -157,10 +150,9 @@ def _with_positions(head: HeadSlots, positions: Int[Tensor, " slots"]) -> HeadSl
 
 def _positions_of_whole(cache: CompactCache) -> Int[Tensor, " slots"] | None:
     """The position of each slot of a head in a cache that has a slot for every token; else None."""
-    metadata = cache.metadata
     if cache.mean_slots != cache.num_tokens:
         return None
-    return slot_positions(parsed_ranges(metadata.get("protected", "")), cache.num_tokens)
+    return slot_positions(cache.record.protected, cache.num_tokens)
 
 
 def _joined(sections: Sequence[HeadGrid]) -> Layer:
@@ -186,14 +178,14 @@ def _slots_behind(
     heads = [head for layer in layers for row in layer for head in row]
     if all(head.positions is not None for head in heads):
         return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
-    if FIRST_SLOTS in cache.metadata:
+    if cache.record.first_slots:
         counts_of_layers = [layer.counts for layer in cache.layers]
-        counts = count_before(cache.metadata[FIRST_SLOTS], num_tokens, counts_of_layers)
+        counts = count_before(cache.record.first_slots, num_tokens, counts_of_layers)
     elif required:
         raise InputError(
             f"{name} does not record which tokens its slots represent (method "
-            f"{_fact(cache, 'method')}), so that its first tokens cannot be encoded again: give "
-            "seam_tokens=0"
+            f"{cache.record.method or 'unknown'}), so that its first tokens cannot be encoded "
+            "again: give seam_tokens=0"
         )
     else:
         return layers
@@ -265,48 +257,47 @@ def _encoded(
     return layers, states
 
 
-def _metadata(
+def _record(
     caches: Sequence[CompactCache], composed: CompactCache, seam_tokens: int
-) -> dict[str, str]:
-    """How the composed cache was made."""
-    first = caches[0].metadata
-    metadata = {key: fact for key, fact in first.items() if key not in _OF_ONE_DOCUMENT}
-    for key in ("method", "supervision"):
-        metadata[key] = " + ".join(dict.fromkeys(_fact(cache, key) for cache in caches))
-    metadata |= slot_facts(composed) | _first_slots_of_longer(caches[0], composed)
-    later = list(parsed_ranges(first.get("protected_later", "")))
-    start = caches[0].num_tokens
+) -> CacheRecord:
+    """What the composed cache records."""
+    record = caches[0].record
+    protected_later = list(record.protected_later)
+    num_tokens = caches[0].num_tokens
     for cache in caches[1:]:
-        for name in ("protected", "protected_later"):
-            ranges = parsed_ranges(cache.metadata.get(name, ""))
-            later += [(first + start, end + start) for first, end in ranges]
-        if FIRST_IDS in metadata and FIRST_IDS in cache.metadata:
-            later_ids = cache.metadata[FIRST_IDS]
-            metadata[FIRST_IDS] = joined_first_ids(metadata[FIRST_IDS], start, later_ids)
-        start += cache.num_tokens
-    if later:
-        metadata["protected_later"] = range_text(later)
-    metadata["documents"] = " ".join(str(cache.num_tokens) for cache in caches)
-    metadata["seam_tokens"] = str(seam_tokens)
-    return metadata
+        later = cache.record
+        protected_later += [
+            (start + num_tokens, stop + num_tokens)
+            for start, stop in (*later.protected, *later.protected_later)
+        ]
+        record = record.longer(num_tokens, later.first_ids)
+        num_tokens += cache.num_tokens
+    return replace(
+        record,
+        method=_different([cache.record.method for cache in caches]),
+        supervision=_different([cache.record.supervision for cache in caches]),
+        first_slots=_first_slots_of_longer(caches[0], composed),
+        protected_later=tuple(protected_later),
+        documents=tuple(cache.num_tokens for cache in caches),
+        seam_tokens=seam_tokens,
+    )
 
 
-def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> dict[str, str]:
-    """Which first tokens have a slot in a cache that begins with the slots of another, as metadata.
+def _different(words: Sequence[str]) -> str:
+    """Each word once."""
+    return " + ".join(dict.fromkeys(word or "unknown" for word in words))
 
-    The metadata are empty if the longer cache knows all positions, or if some of the first tokens
-    are not in the other cache.
+
+def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> FirstSlots:
+    """Which first tokens have a slot in a cache that begins with the slots of another.
+
+    It is not recorded if the longer cache knows all positions, or if some of the first tokens are
+    not in the other cache.
     """
     knows_positions = all(layer.positions is not None for layer in longer.layers)
     if knows_positions or cache.num_tokens < NUM_FIRST:
-        return {}
-    if FIRST_SLOTS in cache.metadata:
-        return {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
-    return first_slots(_heads_of_layers(cache))
-
-
-def _fact(cache: CompactCache, key: str) -> str:
-    return cache.metadata.get(key, "unknown")
+        return ()
+    return cache.record.first_slots or first_slots(_heads_of_layers(cache))
 
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
@@ -334,15 +325,13 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
 
 def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
     """Raise an ``InputError`` for a cache that cannot follow another one."""
-    if cache.metadata.get("chat") == "yes":
+    if cache.record.chat:
         raise InputError(
             f"document {number} opens a turn of the chat template: compress all documents but the "
             "first without --chat"
         )
     num_seam = min(seam_tokens, cache.num_tokens)
-    num_recorded = 0
-    if FIRST_IDS in cache.metadata:
-        num_recorded = parse_first_ids(cache.metadata[FIRST_IDS]).shape[1]
+    num_recorded = len(cache.record.first_ids[0]) if cache.record.first_ids else 0
     if num_recorded < num_seam:
         raise InputError(
             f"document {number} does not record its first tokens ({num_recorded} of {num_seam}): "
@@ -362,7 +351,7 @@ def _check_refit(refit: Trace, caches: Sequence[CompactCache]) -> None:
         raise InputError("refit must be a dense trace, not one with a past")
     if refit.fingerprint != caches[0].fingerprint:
         raise InputError("refit is a trace of another model")
-    if any({"protected", "protected_later"} & set(cache.metadata) for cache in caches):
+    if any(cache.record.has_protected for cache in caches):
         raise InputError("a document has protected slots, which a refit would change: leave it out")
     start = 0
     for number, cache in enumerate(caches, start=1):

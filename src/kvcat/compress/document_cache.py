@@ -6,6 +6,7 @@ text -> token ids -> trace -> compressor of a size -> compact cache
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -135,15 +136,13 @@ def compress_trace(
         progress: what is reported on the way.
     """
     progress = progress or Progress()
-    size = settings.size
+    size: dict[str, Any] = settings.size
     if settings.max_kl is not None:
         smallest = smallest_cache(trace, compressor, settings.max_kl, on_try=progress.on_try)
-        metadata = {
-            **smallest.cache.metadata,
-            "max_kl": f"{settings.max_kl:g}",
-            "held_out_kl": f"{smallest.kl:.6g}",
-        }
-        return replace(smallest.cache, metadata=metadata)
+        record = smallest.cache.record
+        options = {**record.options, "max_kl": f"{settings.max_kl:g}"}
+        record = replace(record, options=options, held_out_kl=smallest.kl)
+        return replace(smallest.cache, record=record)
     num_bytes = None
     if settings.max_megabytes is not None:
         num_bytes = int(settings.max_megabytes * 1e6) * trace.batch_size

@@ -10,9 +10,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.attention import check_not_wrapped
-from kvcat.cache import CompactCache
+from kvcat.cache import CacheRecord, CompactCache
+from kvcat.cache.ranges import Range
 from kvcat.choices import DocumentSupervision
-from kvcat.compress.ranges import Range
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError, check_kind, check_one_of
@@ -67,10 +67,10 @@ def reconstruction(
     encoder = TextEncoder(tokenizer)
     encoder.check_fits(text, positions)
     check_text(text, "the document")
-    about = {"chat": "no"}
+    digest = ""
     if chat:
         template = ChatTemplate(tokenizer)
-        about = {"chat": "yes", "chat_template": template.digest}
+        digest = template.digest
         text = template.document(text)
         head = template.parts.head
     body = encoder(text)
@@ -88,7 +88,7 @@ def reconstruction(
             body = first[len(before) :]
     middle = encoder.behind(INSTRUCTION)
     ids = torch.tensor([[*first, *middle, *body]])
-    return Reconstruction(ids, len(first), len(first) + len(middle), about)
+    return Reconstruction(ids, len(first), len(first) + len(middle), chat, digest)
 
 
 def reconstruction_of_tokens(
@@ -159,7 +159,8 @@ def sequence_trace(
     if supervision == "self":
         document = ids[:, : sequence.prefix_len]
         own_queries = trace(model, document, supervision="self", room=room)
-        return replace(own_queries, text=replace(own_queries.text, about=sequence.about))
+        text = replace(own_queries.text, chat=sequence.chat, chat_template=sequence.chat_template)
+        return replace(own_queries, text=text)
     return trace(model, replace(sequence, input_ids=ids), room=room)
 
 
@@ -302,15 +303,15 @@ def question_ids(
     check_text(text, "the prompt")
     if not text:
         raise InputError("the prompt is empty: nothing follows the document")
-    recorded = {} if cache is None else cache.metadata
-    if recorded.get("chat") == "yes" and not tokenizer.chat_template:
+    record = CacheRecord() if cache is None else cache.record
+    if record.chat and not tokenizer.chat_template:
         raise InputError(
             f"the cache was made in a chat template, which tokenizer {tokenizer.name_or_path!r} "
-            f"does not have: the cache belongs to another model, {recorded.get('model')!r}"
+            f"does not have: the cache belongs to another model, {record.model!r}"
         )
-    if chat or recorded.get("chat") == "yes":
+    if chat or record.chat:
         template = ChatTemplate(tokenizer)
-        template.check(recorded.get("chat_template", ""))
+        template.check(record.chat_template)
         question = Piece(template.question(text))
         _, between, tail = template.parts
         pieces = [Piece(between, is_markup=True), question, Piece(tail, is_markup=True)]

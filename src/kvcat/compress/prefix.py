@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvcat.cache import CompactLayer, HeadSlots, Layer
-from kvcat.compress.ranges import Range, num_positions, range_text
+from kvcat.cache.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, whole
 

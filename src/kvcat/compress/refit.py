@@ -49,9 +49,8 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
             for example, row in enumerate(layer.heads())
         ]
         layers.append(CompactLayer.of_heads(grid))
-    return replace(
-        cache, layers=layers, metadata={**cache.metadata, "refit": trace.text.supervision}
-    )
+    record = replace(cache.record, refit=trace.text.supervision)
+    return replace(cache, layers=layers, record=record)
 
 
 def _refit_head(

@@ -8,17 +8,16 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import (
-    FIRST_IDS,
+    CacheRecord,
     CompactCache,
     CompactLayer,
     Factors,
     LayerState,
-    document_digest,
+    document_digests,
     first_ids,
-    slot_facts,
 )
+from kvcat.cache.ranges import Range, slot_positions
 from kvcat.choices import Supervision
-from kvcat.compress.ranges import Range, range_text, slot_positions
 from kvcat.compress.rows import Rows
 from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
@@ -33,14 +32,14 @@ class Reconstruction:
 
     The second copy begins at ``supervision_start``.
 
-    ``about`` is metadata for caches on how the text was tokenised: "chat" is yes or no, and
-    "chat_template" is a hash of the chat template's source, if one was used.
+    ``chat`` and ``chat_template`` are what caches record of the tokenisation (``CacheRecord``).
     """
 
     input_ids: Int[Tensor, "batch tokens"]
     prefix_len: int
     supervision_start: int
-    about: Mapping[str, str] = field(default_factory=dict)
+    chat: bool | None = None
+    chat_template: str = ""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class TracedText:
         supervision: queries to which compressors are fitted: with "self" those of the prefix,
             otherwise those of tokens after the prefix.
         supervision_start: first position whose query and teacher logits are used for supervision.
-        about: how the document was tokenised (``Reconstruction``), for the metadata of caches.
+        chat, chat_template: how the document was tokenised, as in ``CacheRecord``.
         rope: the rotary factors of all keys and queries, "short" or "long"; None if they do not
             depend on the length of the text.
         room: number of tokens that were planned to follow the prefix; None: those of the suffix.
@@ -63,7 +62,8 @@ class TracedText:
     prefix_len: int
     supervision: Supervision
     supervision_start: int
-    about: Mapping[str, str] = field(default_factory=dict)
+    chat: bool | None = None
+    chat_template: str = ""
     rope: Factors | None = None
     room: int | None = None
 
@@ -263,23 +263,24 @@ class Trace:
             else:  # a slot for each token in their order needs no positions
                 slots = replace(slots, positions=None)
             layers.append(slots.without_absent())
-        cache = CompactCache(layers, self.prefix_len, self.fingerprint, states=self.states)
-        facts = {"method": "dense", **slot_facts(cache), **self.facts()}
-        return replace(cache, metadata=facts)
+        record = self.record("dense")
+        return CompactCache(layers, self.prefix_len, self.fingerprint, record, self.states)
 
-    def facts(self) -> dict[str, str]:
-        """Metadata for caches about the prefix, such as a hash of its tokens."""
+    def record(self, method: str) -> CacheRecord:
+        """What a cache of the prefix records, with the name of its method."""
         text = self.text
-        document = document_digest(self.input_ids[:, : self.prefix_len])
-        facts = {"supervision": text.supervision, **text.about, "document": document}
-        facts[FIRST_IDS] = first_ids(self.input_ids[:, : self.prefix_len])
-        if text.rope is not None:
-            facts["rope"] = text.rope
-            if text.room is not None:
-                facts["room"] = str(text.room)
-        if self.protected:
-            facts["protected"] = range_text(self.protected)
-        return facts
+        prefix = self.input_ids[:, : self.prefix_len]
+        return CacheRecord(
+            method=method,
+            supervision=text.supervision,
+            chat=text.chat,
+            chat_template=text.chat_template,
+            document=document_digests(prefix),
+            first_ids=first_ids(prefix),
+            rope=text.rope,
+            room=None if text.rope is None else text.room,
+            protected=self.protected,
+        )
 
     def protected_slots(self, layer: LayerTrace) -> Int[Tensor, " protected"]:
         """The protected slots of a layer, the same in every head, in the order of positions."""

@@ -22,7 +22,6 @@ from kvcat.cache import (
 )
 from kvcat.choices import Supervision
 from kvcat.chunks import CHUNK_TOKENS
-from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.trace import (
     LayerTrace,
     Past,
@@ -37,8 +36,6 @@ from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.types import Float, Int, Tensor
 
 _TAIL = 32  # number of last prefix positions whose queries are always kept
-_ABOUT = ("chat", "chat_template")
-"""Entries of ``Reconstruction.about``, which also hold for a longer text with the same start."""
 
 
 def trace(
@@ -93,18 +90,19 @@ def trace(
     continued: Past | None = None
     past_bias: list[Float[Tensor, "batch _ _"] | None] = [None] * len(compressed)
     if past is not None:
-        if "protected_later" in past.metadata:
+        if past.record.protected_later:
             raise InputError(
                 "past has protected slots behind others, of a later document or of a session's "
                 "last tokens, which compression would not keep"
             )
         past_len = _check_past(past, model, text)
-        continued = Past(past_len, parsed_ranges(past.metadata.get("protected", "")))
+        continued = Past(past_len, past.record.protected)
         padded = [layer.padded() for layer in past.layers]
         past_bias = [layer.log_bias for layer in padded]
         past = replace(past, layers=padded)
-        recorded = {name: past.metadata[name] for name in _ABOUT if name in past.metadata}
-        text = replace(text, about={**recorded, **text.about})
+        if text.chat is None:  # the text begins as the document of the past does
+            record = past.record
+            text = replace(text, chat=record.chat, chat_template=record.chat_template)
     reads_itself = text.supervision == "self"
     prefix_positions = _kept_positions(past_len, prefix_len, every=reads_itself)
     query_positions = prefix_positions
@@ -163,17 +161,21 @@ def _traced_text(
         tokens = input_ids.input_ids
         prefix_len = input_ids.prefix_len
         source = _checked_supervision(supervision or "reconstruction")
-        about = input_ids.about
     else:
         tokens = input_ids
         source = _checked_supervision(supervision or "suffix")
-        about = {}
     check_batch_of_ids(tokens)
     prefix_len = _checked_prefix(tokens.shape[1], prefix_len, source)
-    supervision_start = prefix_len
-    if isinstance(input_ids, Reconstruction):
-        supervision_start = input_ids.supervision_start
-    return TracedText(tokens, prefix_len, source, supervision_start, about)
+    if not isinstance(input_ids, Reconstruction):
+        return TracedText(tokens, prefix_len, source, prefix_len)
+    return TracedText(
+        tokens,
+        prefix_len,
+        source,
+        input_ids.supervision_start,
+        input_ids.chat,
+        input_ids.chat_template,
+    )
 
 
 def _layer_traces(
@@ -280,7 +282,7 @@ def _check_past(past: CompactCache, model: PreTrainedModel, text: TracedText) ->
     past.check_model(model)
     if past.rotary_factors(model) != text.rope:
         raise InputError(
-            f"past has the {past.metadata['rope']} rotary factors, and {prefix_len} tokens with "
+            f"past has the {past.record.rope} rotary factors, and {prefix_len} tokens with "
             f"the text after them need the {text.rope} ones: trace it again with room= for that "
             "text"
         )

@@ -8,11 +8,10 @@ from kvcat.corpus.manifest import Row
 from kvcat.corpus.run import CorpusResult, compress_corpus, fill_store
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files, left_out, read_corpus
-from kvcat.corpus.store import CHAT_STORE, CHECKSUM_ENTRY, Store, check_store
+from kvcat.corpus.store import CHAT_STORE, Store, check_store
 
 __all__ = [
     "CHAT_STORE",
-    "CHECKSUM_ENTRY",
     "Corpus",
     "CorpusCompressor",
     "CorpusDocument",

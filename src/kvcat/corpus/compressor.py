@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache, document_digest, fingerprint, slot_facts
+from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import (
     Reconstruction,
     Trace,
@@ -22,7 +22,6 @@ from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import CorpusDocument
 from kvcat.corpus.storage import Storage
-from kvcat.corpus.store import CHECKSUM_ENTRY
 from kvcat.errors import InputError
 from kvcat.memory import is_out_of_memory
 from kvcat.models import model_name
@@ -160,14 +159,9 @@ class CorpusCompressor:
         kls = self._held_out_kls(trace) if self.settings.check else [None] * len(batch)
         for index, encoded in enumerate(batch):
             cache = together.select([index])
-            facts = {
-                **cache.metadata,
-                **slot_facts(cache),
-                "document": document_digest(input_ids[index : index + 1, : trace.prefix_len]),
-                "id": encoded.document.id,
-                CHECKSUM_ENTRY: encoded.document.checksum,
-            }
-            yield replace(cache, metadata=facts), kls[index]
+            document = encoded.document
+            record = replace(cache.record, id=document.id, text_checksum=document.checksum)
+            yield replace(cache, record=record), kls[index]
 
     def _compress(self, trace: Trace) -> CompactCache:
         return compress_trace(trace, self._compressor, self._document)

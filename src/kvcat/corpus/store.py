@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SETTINGS = "store.json"
-CHECKSUM_ENTRY = "text_checksum"
-"""The entry of a cache's metadata with the checksum of its text."""
 CHAT_STORE = (
     "the store was made with --chat, so that each of its documents begins with the chat template's "
     "system part and opens a user's turn, which a prompt has once; make the store without --chat"
@@ -126,10 +124,10 @@ class Store:
             raise InputError(
                 f"{error}; without this file, the run that made the store makes it again"
             ) from None
-        if cache.metadata.get(CHECKSUM_ENTRY) != row.checksum:
+        if cache.record.text_checksum != row.checksum:
             self.refresh()
             row = self.row(id)
-        if cache.metadata.get(CHECKSUM_ENTRY) != row.checksum:
+        if cache.record.text_checksum != row.checksum:
             raise InputError(
                 f"the cache of document {_shown(id)} is not of the text in the manifest: the run "
                 "that writes the store has not finished"

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import NAME, enable
 from kvcat.cache import (
+    CacheRecord,
     CompactCache,
     CompactLayer,
     LayerState,
@@ -308,5 +309,4 @@ def _cache_of(
         log_bias = bias.expand(*keys.shape[:2], num_tokens)
         layers.append(CompactLayer(keys, values, log_bias))
     factors = rope_factors(model.config, 2 * num_tokens)
-    metadata = {} if factors is None else {"rope": factors}
-    return CompactCache(layers, num_tokens, "", metadata, states)
+    return CompactCache(layers, num_tokens, "", CacheRecord(rope=factors), states)

@@ -90,7 +90,7 @@ class Conversation:
             return first
         check_text(text, "the question")
         encoder = TextEncoder(self.tokenizer)
-        if self.cache.metadata.get("chat") == "yes":
+        if self.cache.record.chat:
             turns = [*self.messages, {"role": "user", "content": text}]
             return ChatTemplate(self.tokenizer).conversation(turns, encoder)
         return [*self._ids, *encoder.behind(_BETWEEN_TURNS + text)]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import compose
-from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
+from kvcat.corpus import CHAT_STORE, Store
 from kvcat.errors import InputError, check_least, one_line
 from kvcat.generate import (
     BATCH_ROWS,
@@ -150,7 +150,7 @@ class RecentDocuments:
         except InputError as error:  # a client need not know where the store is
             reason = str(error).replace(self.store.address, "the store")
             raise RequestError(500, f"document {id[:80]!r}: {reason}") from None
-        if cache.metadata.get(CHECKSUM_ENTRY) != checksum:  # the store has read its manifest again
+        if cache.record.text_checksum != checksum:  # the store has read its manifest again
             raise RequestError(503, f"document {id[:80]!r} has just changed: ask again")
         self.num_loads += 1
         return cache
@@ -316,13 +316,11 @@ class Engine:
         """A question as a row of a batch."""
         question = ticket.question
         make_ids = chat_ids if question.is_chat else prompt_ids
-        is_chat = cache.metadata.get("chat") == "yes"
-        template = cache.metadata.get("chat_template", "")
         new = make_ids(
             self._tokenizer,
             question.content,
-            chat=is_chat,
-            chat_template=template,
+            chat=bool(cache.record.chat),
+            chat_template=cache.record.chat_template,
             positions=positions_of(self._model.config),
         )
         ids = torch.tensor([new], device=self._model.device)

@@ -6,7 +6,6 @@ query sees. Without a widened checkpoint, the cache must have no log-bias and eq
 all heads of a layer.
 """
 
-import json
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,20 +15,20 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from kvcat.cache import (
-    FIRST_SLOTS,
+    CacheRecord,
     CompactCache,
     CompactLayer,
+    FirstSlots,
     fingerprint,
     first_slots,
 )
-from kvcat.cache.files import PREFIX, parse_metadata, read_tensors, write_tensors
+from kvcat.cache.files import PREFIX, read_tensors, write_tensors
 from kvcat.errors import InputError, whole
 from kvcat.models import attention_sinks
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import UNSEEN, widen_keys
 from kvcat.types import Float, Tensor
 
-LAYER_SLOTS = "layer_slots"
 LayerStates = tuple[
     Float[Tensor, "kv_heads slots head_dim"], Float[Tensor, "kv_heads slots head_dim"]
 ]
@@ -81,12 +80,16 @@ def plain_prefix(
         else:
             rotated = CompactLayer(keys, full.values, full.log_bias)
             layers.append(wide_layer(rotated, cache.max_slots, head_dim))
-    metadata = {**cache.metadata, "original_num_tokens": str(cache.num_tokens)}
-    metadata |= first_slot_facts(cache)
-    metadata[LAYER_SLOTS] = " ".join(str(layer.max_slots) for layer in cache.layers)
+    options = {**cache.record.options, "original_num_tokens": str(cache.num_tokens)}
     if cache.has_log_bias:
-        metadata["log_bias"] = "dropped" if drop_log_bias else "in the keys"
-    return replace(cache, layers=layers, num_tokens=length, metadata=metadata)
+        options["log_bias"] = "dropped" if drop_log_bias else "in the keys"
+    record = replace(
+        cache.record,
+        options=options,
+        first_slots=known_first_slots(cache),
+        layer_slots=tuple(layer.max_slots for layer in cache.layers),
+    )
+    return replace(cache, layers=layers, num_tokens=length, record=record)
 
 
 def export_prefix(
@@ -102,12 +105,12 @@ def export_prefix(
     The file holds the tensors ``layers.0.keys``, ``layers.0.values``, ... of shape (batch,
     kv_heads, num_slots, head_dim). The header's metadata has these entries, all of them text:
 
-    - format: "kvcat-prefix-1"
+    - format: "kvcat-prefix-2"
     - num_layers
     - num_slots: of the first layer
     - num_tokens: length of the text
     - next_position: of the first token after the prefix
-    - dtype, model_type, fingerprint, metadata (JSON), sha256
+    - dtype, model_type, fingerprint, record (JSON of ``CacheRecord``), sha256
 
     Raises:
         InputError: as ``plain_prefix``, or the file cannot be written.
@@ -126,27 +129,25 @@ def export_prefix(
         "dtype": str(dtype).removeprefix("torch."),
         "model_type": model.config.get_text_config(decoder=True).model_type,
         "fingerprint": fingerprint(model),
-        "metadata": json.dumps(plain.metadata, sort_keys=True),
+        "record": plain.record.to_json(),
     }
     write_tensors(Path(path), tensors, header, PREFIX)
     return plain
 
 
-def first_slot_facts(cache: CompactCache) -> dict[str, str]:
-    """Metadata about which of the first tokens have a slot; empty if that is not known."""
-    recorded = first_slots([layer.heads() for layer in cache.ordinary_layers()])
-    if not recorded and FIRST_SLOTS in cache.metadata:  # of a cache in few bits
-        recorded = {FIRST_SLOTS: cache.metadata[FIRST_SLOTS]}
-    if not recorded and cache.mean_slots == cache.num_tokens and "protected" not in cache.metadata:
+def known_first_slots(cache: CompactCache) -> FirstSlots:
+    """Which of the first tokens have a slot; (): that is not known."""
+    grids = [layer.heads() for layer in cache.ordinary_layers()]
+    known = first_slots(grids) or cache.record.first_slots  # recorded by a cache in few bits
+    if not known and cache.mean_slots == cache.num_tokens and not cache.record.protected:
         every_token = torch.arange(cache.num_tokens)
-        grids = [layer.heads() for layer in cache.ordinary_layers()]
-        recorded = first_slots(
+        known = first_slots(
             [
                 [[replace(head, positions=every_token) for head in row] for row in grid]
                 for grid in grids
             ]
         )
-    return recorded
+    return known
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +161,7 @@ class PackedDocument(ABC):
         num_slots: of every head, and the position of the next token.
         num_tokens: of the document.
         shape: layers, KV heads, channels.
-        first_slots: which first tokens have slots (``kvcat.cache.first_slots``).
+        first_slots: which first tokens have slots (``CacheRecord``).
         layer_slots: of the fullest head in every layer; the others only fill it up and come first.
             (): ``num_slots`` in every layer.
     """
@@ -171,7 +172,7 @@ class PackedDocument(ABC):
     num_slots: int
     num_tokens: int = 0
     shape: tuple[int, int, int]
-    first_slots: str = ""
+    first_slots: FirstSlots = ()
     layer_slots: tuple[int, ...] = ()
 
     @abstractmethod
@@ -229,19 +230,19 @@ def read_prefix(path: str | Path) -> Prefix:
             f"{path} must hold one example, of equally many slots in every layer: "
             "pack with --head-dim"
         )
-    metadata = parse_metadata(entries.get("metadata", "{}"), path)
+    record = CacheRecord.from_json(entries.get("record", "{}"), path)
     _, num_kv_heads, num_slots, head_dim = shape
     return Prefix(
         path=path,
         digest=digest,
         fingerprint=entries.get("fingerprint", ""),
-        chat=metadata.get("chat") == "yes",
-        chat_template=metadata.get("chat_template", ""),
+        chat=bool(record.chat),
+        chat_template=record.chat_template,
         num_slots=num_slots,
         shape=(num_layers, num_kv_heads, head_dim),
         num_tokens=int(entries.get("num_tokens", "0")),
-        first_slots=metadata.get(FIRST_SLOTS, ""),
-        layer_slots=tuple(map(int, metadata.get(LAYER_SLOTS, "").split())),
+        first_slots=record.first_slots,
+        layer_slots=record.layer_slots,
     )
 
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from kvcat.cache import CompactCache
-from kvcat.corpus import CHAT_STORE, CHECKSUM_ENTRY, Store
+from kvcat.corpus import CHAT_STORE, Store
 from kvcat.errors import InputError
-from kvcat.serving.prefix import LayerStates, PackedDocument, first_slot_facts, wide_layer
+from kvcat.serving.prefix import LayerStates, PackedDocument, known_first_slots, wide_layer
 from kvcat.serving.requests import NamedCaches
 from kvcat.serving.several import JoinedPrefix, WideRotation
 
@@ -107,12 +107,12 @@ class CacheStore(NamedCaches):
             id=id,
             checksum=checksum,
             digest=digest,
-            chat=cache.metadata.get("chat") == "yes",
-            chat_template=cache.metadata.get("chat_template", ""),
+            chat=bool(cache.record.chat),
+            chat_template=cache.record.chat_template,
             num_slots=cache.max_slots,
             num_tokens=cache.num_tokens,
             shape=self.shape,
-            first_slots="".join(first_slot_facts(cache).values()),
+            first_slots=known_first_slots(cache),
             layer_slots=tuple(layer.max_slots for layer in cache.layers),
             rotation=self._rotation,
         )
@@ -123,7 +123,7 @@ def _check_text(cache: CompactCache, id: str, checksum: str) -> None:
 
     A store reads its manifest again, and returns the new cache, once a file does not fit it.
     """
-    if cache.metadata.get(CHECKSUM_ENTRY) != checksum:
+    if cache.record.text_checksum != checksum:
         raise InputError(f"document {id[:80]!r} has changed since it was requested: ask again")
 
 

@@ -13,9 +13,10 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, CompactLayer, Layer, cache_argument
+from kvcat.cache import CacheRecord, CompactCache, CompactLayer, Layer, cache_argument
 from kvcat.cache.files import STATE, read_tensors, write_tensors
 from kvcat.cache.fingerprint import hash_tensor
+from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.base import (
     Compressor,
     best_layer,
@@ -27,7 +28,6 @@ from kvcat.compress.calibration import budget_digests
 from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.prefix import Prefix, protecting
-from kvcat.compress.ranges import Range, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_one_of
 from kvcat.losses import chunked_distillation
@@ -356,9 +356,8 @@ class SlotTraining:
             CompactLayer(trained["keys"], trained["values"], trained.get("log_bias", fixed))
             for trained, fixed in zip(self._trained, self._fixed, strict=True)
         ]
-        cache = CompactCache(
-            layers, trace.prefix_len, trace.fingerprint, trace.facts(), trace.states
-        )
+        record = CacheRecord(rope=trace.text.rope, room=trace.text.room)
+        cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, record, trace.states)
         with _recomputing(trace.model, self._method.activation_checkpointing):
             past = cache.to_transformers(trace.model, read_only=True, any_length=True)
             options = {"use_cache": True, **cache_argument(past)}

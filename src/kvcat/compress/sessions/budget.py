@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.compress.ranges import Range, num_positions
+from kvcat.cache.ranges import Range, num_positions
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, check_least
 from kvcat.types import at_least_float32

@@ -12,16 +12,14 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from kvcat.cache import CompactCache, QuantizedLayer, fingerprint
+from kvcat.cache import CacheRecord, CompactCache, QuantizedLayer, fingerprint
 from kvcat.cache.files import (
     SESSION,
     checked_layers,
-    parse_metadata,
     quantized_entries,
     read_tensors,
     write_tensors,
 )
-from kvcat.compress.ranges import parsed_ranges
 from kvcat.compress.rows import Rows
 from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import PastQueries
@@ -120,7 +118,7 @@ def write_session(path: Path, saved: SavedSession) -> None:
             "num_layers": str(len(state.compact.layers)),
             "num_tokens": str(state.compact.num_tokens),
             "fingerprint": state.compact.fingerprint,
-            "metadata": json.dumps(state.compact.metadata, sort_keys=True),
+            "record": state.compact.record.to_json(),
         }
         first = state.compact.layers[0]
         if isinstance(first, QuantizedLayer):
@@ -253,7 +251,7 @@ def _check_compact(compact: CompactCache, example: SessionState) -> None:
             if shape != list(like.shape) or tensor.dtype != like.dtype:
                 raise ValueError(f"compact {name} of layer {number} are {_described(tensor)}")
     last = 0
-    for start, stop in parsed_ranges(compact.metadata.get("protected", "")):
+    for start, stop in compact.record.protected:
         if not last <= start < stop <= compact.num_tokens:
             raise ValueError(f"its protected ranges include {start}:{stop}")
         last = stop
@@ -305,9 +303,9 @@ def _state(
             if key.startswith(_COMPACT)
         }
         layers, _ = checked_layers(entries, of_cache, name)
-        metadata = parse_metadata(entries["metadata"], name)
+        record = CacheRecord.from_json(entries["record"], name)
         num_tokens = int(entries["num_tokens"])
-        compact = CompactCache(layers, num_tokens, entries["fingerprint"], metadata).to(device)
+        compact = CompactCache(layers, num_tokens, entries["fingerprint"], record).to(device)
     num_layers = len(content["scales"])
     exact = {
         each: [tensors[f"{each}.{number}"].to(device) for number in range(num_layers)]

@@ -12,8 +12,8 @@ from kvcat.cache import (
     recurrent_layers,
     rope_border,
 )
+from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
-from kvcat.compress.ranges import Range
 from kvcat.compress.registry import make_compressor
 from kvcat.errors import InputError
 from kvcat.options import parse_spec

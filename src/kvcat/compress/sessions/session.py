@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, fingerprint
+from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.prefix import clipped, joined_ranges, protecting
-from kvcat.compress.ranges import Range
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import SessionRow, check_settings, inputs_after

@@ -8,18 +8,16 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from kvcat.cache import (
-    FIRST_IDS,
-    FIRST_SLOTS,
+    CacheRecord,
     CompactCache,
     CompactLayer,
     PrefixLayer,
-    document_digest,
+    document_digests,
     first_ids,
-    slot_facts,
 )
+from kvcat.cache.ranges import Range
 from kvcat.choices import NUM_FIRST
 from kvcat.compress.prefix import clipped
-from kvcat.compress.ranges import Range, parsed_ranges, range_text
 from kvcat.compress.trace import LayerTrace, Past, PastQueries, Trace, TracedText
 from kvcat.models import capture, frozen
 from kvcat.types import Float, Int, Tensor
@@ -198,8 +196,7 @@ class SessionState:
     @property
     def protected(self) -> tuple[Range, ...]:
         """The ranges of protected tokens in the compact cache."""
-        metadata = {} if self.compact is None else self.compact.metadata
-        return parsed_ranges(metadata.get("protected", ""))
+        return () if self.compact is None else self.compact.record.protected
 
     def compacted(self, compact: CompactCache, past_queries: PastQueries | None) -> "SessionState":
         """The state whose first tokens are in another compact cache; the others stay exact."""
@@ -227,15 +224,16 @@ class SessionState:
         layers = [
             replace(slots, positions=None).without_absent() for slots in self._slots(self.num_exact)
         ]
-        whole = CompactCache(layers, self.num_tokens, fingerprint)
-        facts = {} if self.compact is None else dict(self.compact.metadata)
-        # the protected slots of the compact cache are the first ones, those of exact tokens are not
-        protected_later = clipped(protect, self.past_len, self.num_tokens)
-        if protected_later:
-            facts["protected_later"] = range_text(protected_later)
-        facts.pop("bits", None)
-        if self.past_len < NUM_FIRST:  # some of the first tokens are exact
-            facts.pop(FIRST_SLOTS, None)
         ids = self.ids.unsqueeze(0)
-        facts |= {"document": document_digest(ids), FIRST_IDS: first_ids(ids), **slot_facts(whole)}
-        return replace(whole, metadata={"method": "dense", **facts})
+        record = CacheRecord(method="dense") if self.compact is None else self.compact.record
+        record = replace(
+            record,
+            document=document_digests(ids),
+            first_ids=first_ids(ids),
+            # not known if some of the first tokens are exact
+            first_slots=record.first_slots if self.past_len >= NUM_FIRST else (),
+            # the protected slots of the compact cache are the first ones, those of exact tokens
+            # are not
+            protected_later=tuple(clipped(protect, self.past_len, self.num_tokens)),
+        )
+        return CompactCache(layers, self.num_tokens, fingerprint, record)

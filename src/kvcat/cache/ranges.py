@@ -15,12 +15,6 @@ def range_text(ranges: Sequence[Range]) -> str:
     return ",".join(f"{start}:{stop}" for start, stop in ranges)
 
 
-def parsed_ranges(text: str) -> tuple[Range, ...]:
-    """The ranges in a text of ``range_text``."""
-    pairs = [each.split(":") for each in text.split(",") if each]
-    return tuple((int(start), int(stop)) for start, stop in pairs)
-
-
 def num_positions(ranges: Sequence[Range]) -> int:
     """The number of positions in ranges that do not overlap."""
     return sum(stop - start for start, stop in ranges)
