@@ -31,10 +31,10 @@ def test_the_page_names_things():
 @pytest.mark.parametrize("dotted", DOTTED)
 def test_a_dotted_name_on_the_page_can_be_imported(dotted):
     thing = None
-    for index, name in enumerate(parts := dotted.split("."), 1):
-        file = ROOT.joinpath("src", *parts[:index])
+    for index, name in enumerate(words := dotted.split("."), 1):
+        file = ROOT.joinpath("src", *words[:index])
         if file.is_dir() or file.with_suffix(".py").exists():
-            thing = importlib.import_module(".".join(parts[:index]))
+            thing = importlib.import_module(".".join(words[:index]))
         else:
             thing = getattr(thing, name)
 

@@ -59,9 +59,9 @@ class CacheSettings:
     seed: Seed = 0
 
     def __post_init__(self) -> None:
-        given = [name for name in self._size_names if getattr(self, name) is not None]
-        if len(given) > 1:
-            raise InputError(f"give one of {' and '.join(given)}")
+        sizes = [name for name in self._size_names if getattr(self, name) is not None]
+        if len(sizes) > 1:
+            raise InputError(f"give one of {' and '.join(sizes)}")
         if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
             raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
         least = {"num_slots": 1, "room": 0, "seed": 0}

@@ -395,7 +395,7 @@ def test_the_command_the_function_and_a_corpus_of_one_text_make_the_same_file(
     assert (tmp_path / "python").read_bytes() == made
     assert kvcat("corpus", "kvcat-base", folder, "-o", tmp_path / "store", *options) == 0
     stored = Store(tmp_path / "store")["doc.txt"]
-    dataclasses.replace(stored, metadata=python.metadata).save(tmp_path / "stored")
+    dataclasses.replace(stored, record=python.record).save(tmp_path / "stored")
     assert (tmp_path / "stored").read_bytes() == made
     assert python.metadata.items() <= stored.metadata.items()
 
