@@ -12,6 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 
 from kvcat.attention import check_not_wrapped
 from kvcat.cache import CompactCache
+from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
 from kvcat.compress.compare import smallest_cache
 from kvcat.compress.documents import (
@@ -23,7 +24,6 @@ from kvcat.compress.documents import (
 from kvcat.compress.methods.gradient import GradientCompression
 from kvcat.compress.prefix import protecting
 from kvcat.compress.quantized import slots_and_bits
-from kvcat.compress.ranges import Range
 from kvcat.compress.registry import seeded_compressor
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError, check_kind

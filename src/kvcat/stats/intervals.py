@@ -353,7 +353,7 @@ def _within_others(
 
 
 @lru_cache
-def student_quantile(degrees: float) -> float:
+def student_quantile(degrees: float | int) -> float:
     """The half-width of a 95 % interval of Student's t with these degrees of freedom."""
     return float(student_t.ppf(_TAILS[1], degrees))
 
