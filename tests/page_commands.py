@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import inspect
 import re
 import shlex
 from collections.abc import Callable, Iterator
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.cli import app, train
-from kvcat.cli.options import parse
+from kvcat.cli.options import _options, parse
 from kvcat.cli.threads import take_threads
 from kvcat.recipes import RECIPES
 from kvcat.training.config import TrainConfig
@@ -133,7 +132,7 @@ def option_names(name: str) -> set[str]:
     elif isinstance(target, type):
         names = {field.name for field in dataclasses.fields(target)}
     else:
-        names = set(inspect.signature(target).parameters)
+        return COMMON_OPTIONS | set(_options(target))
     return COMMON_OPTIONS | {f"--{option.replace('_', '-')}" for option in names}
 
 

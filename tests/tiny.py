@@ -26,13 +26,17 @@ CHAT = (
 )
 
 
+def without_type_checks():
+    """A block, or a decorated function, in which annotations are not checked."""
+    return mock.patch.object(jaxtyping.config, "jaxtyping_disable", True)
+
+
 def refusal(call, *arguments, **options):
     """The message of the ``InputError`` that a call raises, which is one line.
 
     Annotations are not checked in the call: what they rule out is what a user may give by mistake.
     """
-    unchecked = mock.patch.object(jaxtyping.config, "jaxtyping_disable", True)
-    with unchecked, pytest.raises(InputError) as caught:
+    with without_type_checks(), pytest.raises(InputError) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)

@@ -54,11 +54,14 @@ def read_by(reader: PreTrainedModel, written: Trace, read: Trace) -> Trace:
     seen = capture(reader, written.suffix_ids, past=dense.to_transformers(reader))
     behind = [keys[:, :, written.prefix_len :].clone() for keys in seen.keys]
     hidden = torch.cat([read.hidden[:, :1], seen.hidden], 1)
+    layers = [
+        replace(layer, queries=queries, suffix_keys=keys)
+        for layer, queries, keys in zip(written.layers, seen.queries, behind, strict=True)
+    ]
     return replace(
         written,
         model=reader,
-        queries=seen.queries,
-        suffix_keys=behind,
+        layers=layers,
         hidden=hidden,
         fingerprint=read.fingerprint,
     )

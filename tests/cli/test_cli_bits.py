@@ -66,7 +66,7 @@ def test_a_gradient_run_in_few_bits_is_rounded_at_its_end(tiny_folder, document)
         (("--bits", 3), "--bits is '3'"),
         (("--bits", 4, "--method", "snapkv,bits=8"), "give one of them"),
         (("--method", "snapkv,bits=5"), "bits must be 8 or 4"),
-        (("--keep", 0.1, "--mb", 1), "give one of --keep, --slots, --max-kl and --mb"),
+        (("--keep", 0.1, "--mb", 1), "give one of --keep and --mb"),
         (("--mb", -1), "--mb"),
         (("--mb", 0.00001), "one slot in every head"),
     ],

@@ -76,7 +76,7 @@ def test_a_document_that_fits_only_once_is_made_without_its_copy_and_its_row_say
 def test_a_document_with_all_its_slots_has_the_keys_of_transformers(
     loaded, corpus, compress, tmp_path
 ):
-    compress(corpus, tmp_path / "store", CorpusSettings(keep_ratio=1))
+    compress(corpus, tmp_path / "store", CorpusSettings(keep_ratio=1.0))
     model, tokenizer = loaded
     cache = Store(tmp_path / "store")["copy-0"]
     ids = tokenizer(text_of(0), return_tensors="pt", add_special_tokens=False).input_ids
@@ -118,7 +118,7 @@ IDS = ["../../outside", "/etc/passwd", "a/b.txt", ".", "", "\u6771\u4eac \U0001f
 def test_any_id_is_a_safe_name_in_the_store(compress, tmp_path):
     rows = [{"id": id, "text": f"the cat {number}"} for number, id in enumerate(IDS)]
     source = write_rows(tmp_path / "corpus.jsonl", rows)
-    compress(source, tmp_path / "store", CorpusSettings(keep_ratio=1))
+    compress(source, tmp_path / "store", CorpusSettings(keep_ratio=1.0))
     names = {path.name for path in tmp_path.iterdir()}
     assert names == {"corpus.jsonl", "store"}
     store = Store(tmp_path / "store")
@@ -336,13 +336,13 @@ def test_a_full_disk_ends_with_one_line_and_leaves_whole_files(corpus, compress,
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (3000, hard))  # bytes of a file
     try:
-        message = refusal(compress, corpus, store, CorpusSettings(keep_ratio=1))
+        message = refusal(compress, corpus, store, CorpusSettings(keep_ratio=1.0))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert message.startswith(f"cannot write {store}")
     assert not list(store.rglob(".partial-*"))
     assert not list(store.rglob("*.safetensors"))
-    assert compress(corpus, store, CorpusSettings(keep_ratio=1)).num_made == 6
+    assert compress(corpus, store, CorpusSettings(keep_ratio=1.0)).num_made == 6
 
 
 @pytest.fixture

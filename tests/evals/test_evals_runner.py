@@ -232,7 +232,7 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
         (("random", 0.3, "kl"), "random at keep ratio 0.3"),
         (("random", 0.5, "acc"), "no metric of the primary cell 'acc'"),
     ]:
-        with pytest.raises(InputError, match=f"primary cell: {said}"):
+        with pytest.raises(InputError, match=said):
             run(models, windows, tmp_path, primary=cell)
 
 

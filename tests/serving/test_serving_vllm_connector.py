@@ -370,7 +370,7 @@ def test_documents_of_a_store_with_a_chat_template_cannot_be_joined(serving, tok
         "\n".join(json.dumps({"id": str(n), "text": f"the cat {n}"}) for n in range(2))
     )
     model = loud_model("qwen2", vocab_size=len(tokenizer), max_position_embeddings=256)
-    settings = CorpusSettings(keep_ratio=1, chat=True)
+    settings = CorpusSettings(keep_ratio=1.0, chat=True)
     compress_corpus(model, tokenizer, tmp_path / "corpus.jsonl", tmp_path / "s", settings)
     connector = connector_for(serving, widen(model, WIDE), tmp_path / "s")
     assert connector.caches.find(["1"]).chat
