@@ -112,7 +112,7 @@ def test_what_a_method_of_another_package_needs_is_asked_before_any_work(
     assert run([*command, "--supervision", "self"]) == 2
     assert "learner needs supervision reconstruction" in capsys.readouterr().err
     assert run([*command, "--protect-text", str(text)]) == 2
-    assert "learner protects no slots" in capsys.readouterr().err
+    assert "protects no slots" in capsys.readouterr().err
     sys.modules.pop("demanding_methods", None)
 
 

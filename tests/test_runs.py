@@ -51,14 +51,18 @@ def test_a_suffix_is_the_models_trace_only_where_the_same_model_wrote_the_prefix
         for pair in ((writer, written, written), (reader, written, by_reader))
     )
     for name in ("queries", "suffix_keys"):
-        for actual, expected in zip(getattr(same, name), getattr(written, name), strict=True):
-            torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        for actual, expected in zip(same.layers, written.layers, strict=True):
+            torch.testing.assert_close(
+                getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-5
+            )
     torch.testing.assert_close(same.hidden, written.hidden, rtol=1e-4, atol=1e-5)
     out = reader(ids[:, 30:], **cache_argument(_dense(written))).logits
     torch.testing.assert_close(crossed.logits, out, rtol=1e-3, atol=1e-4)
     assert (crossed.logits - by_reader.logits).abs().max() > 0.1
     for name in ("queries", "suffix_keys"):  # the first layer sees no cache yet
-        first, last = (getattr(crossed, name)[i] - getattr(by_reader, name)[i] for i in (0, -1))
+        first, last = (
+            getattr(crossed.layers[i], name) - getattr(by_reader.layers[i], name) for i in (0, -1)
+        )
         assert first.abs().max() < 1e-4
         assert last.abs().max() > 0.1
     whole = kvcat.AttentionMatching()(crossed, keep_ratio=1.0)

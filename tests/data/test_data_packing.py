@@ -10,7 +10,7 @@ import pytest
 from kvcat.data import Document, Encoder, pack
 from kvcat.data.packing import excerpts
 from kvcat.errors import InputError
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, without_type_checks
 
 
 def corpus(lengths):
@@ -106,6 +106,7 @@ def test_excerpts_follow_the_seed_hold_two_sequences_and_are_whole_where_no_text
     ]
 
 
+@without_type_checks()
 def test_a_very_long_text_is_encoded_in_pieces_and_has_the_same_tokens(encoder, monkeypatch):
     texts = ["the cat\n" * 40, "a", "x" * 100]
     whole = encoder(texts)

@@ -247,7 +247,7 @@ def test_a_prepared_folder_is_mapped_read_only_and_trained_on_at_any_length_with
         assert isinstance(table[:], np.memmap)
         assert not table[:].flags.writeable
         order = np.random.default_rng([0, 0]).permutation(len(table)).tolist()
-        assert data.train.read().tolist() == table[order[:3]].tolist()
+        assert data.train.read().tolist() == table[np.array(order[:3])].tolist()
         assert len(data.validation) == 3
     for vocabulary, seq_len, message in (
         (280, 8, "of tokenizer .*, not of"),

@@ -98,7 +98,7 @@ class TokenTable:
     def __len__(self) -> int:
         return len(self._sequences)
 
-    def __getitem__(self, rows: int | slice | Int[np.ndarray, " rows"]) -> np.ndarray:
+    def __getitem__(self, rows: int | np.integer | slice | Int[np.ndarray, " rows"]) -> np.ndarray:
         """The sequences of these rows; ``InputError`` if their part of the file is damaged."""
         numbers = (
             range(*rows.indices(len(self))) if isinstance(rows, slice) else np.atleast_1d(rows)
