@@ -112,12 +112,12 @@ def dense_table(results: Results) -> Table:
     for (model, number), cell in rows.groupby(["model_rank", "num_examples"]):
         figures = cell.drop_duplicates("metric").set_index("metric")["figure"]
         label = results.models[int(model)]
-        lines.append(_dense_line(label, number, names, figures))
+        lines.append(_dense_line(label, int(number), names, figures))
     for (model, reference), pair in results.pair_rows.items():
         compared = pair[pair["metric"].isin(names)]
         for number, cell in compared.groupby("num_examples"):
             figures = cell.drop_duplicates("metric").set_index("metric")["figure"]
-            lines.append(_dense_line(f"{model} minus {reference}", number, names, figures))
+            lines.append(_dense_line(f"{model} minus {reference}", int(number), names, figures))
     caption = "The whole cache, which is the same for every method and size."
     return _table(results, rows, "whole-cache", "With the whole cache", caption, lines)
 
