@@ -53,7 +53,7 @@ def test_python_examples_run_one_after_the_other_and_print_what_is_shown(
     ("document", "written"),
     [
         pytest.param(README, "report/report.html", marks=pytest.mark.slow),
-        (COMPRESS, "plain.prefix"),
+        (COMPRESS, "few.safetensors"),
     ],
 )
 def test_shell_examples_run(
