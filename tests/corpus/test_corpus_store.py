@@ -3,12 +3,14 @@
 import hashlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
 from kvcat.compress.calibration import calibrate_on, load_budgets
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
-from kvcat.corpus.manifest import cache_file
+from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import check_store, open_writer
 from tiny import refusal, write_tiny_model
@@ -409,6 +411,24 @@ def test_a_damaged_manifest_log_or_cache_is_named(corpus, compress, tmp_path):
     assert len(Store(store)) == 6
     (store / "manifest.parquet").write_bytes(b"PAR1")
     assert "manifest.parquet is damaged" in refusal(Store, store)
+
+
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        ({}, 80_000),  # equal rows: their objects in memory
+        ({"error": "e" * 20_000}, 4000),  # equal texts: in the file once
+    ],
+    ids=["equal rows", "equal texts"],
+)
+def test_a_manifest_of_kilobytes_whose_rows_need_very_much_memory_is_rejected(
+    tmp_path, change, times
+):
+    row = Row.failed("a", "c" * 64, "no", {"method": "m", "model": "m", "fingerprint": "f"})
+    write_manifest(LocalStorage(tmp_path), [replace(row, **change)] * times)
+    assert (tmp_path / "manifest.parquet").stat().st_size < 1 << 23
+    message = refusal(manifest_rows, LocalStorage(tmp_path))
+    assert re.search(r"manifest.parquet is damaged: .* rows need more than \d+ MiB", message)
 
 
 def test_documents_of_equal_length_share_a_batch(compress, tmp_path, monkeypatch):
