@@ -8,7 +8,7 @@ from typing import Any
 
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.suffix import SuffixTask, make_task
+from kvcat.evals.evaluations.suffix import SuffixTask, make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
