@@ -65,7 +65,9 @@ def _run_shard(
     plans = {
         folder: Plan.of(task, **settings) for folder, task in _tasks(options, tokenizer).items()
     }
-    device = _process_device(options.device)
+    device = options.device
+    if device == "cuda":  # under torchrun, the GPU of this process
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     models = {
         label: kvcat.load(folder, dtype=options.dtype, device=device)
         for label, folder in model_folders.items()
@@ -75,11 +77,6 @@ def _run_shard(
     for folder, plan in plans.items():
         plan.run(models, folder, shard=shard, speed=speed)
     return list(plans)
-
-
-def _process_device(device: str) -> str:
-    """The device; under torchrun, ``cuda`` is the GPU of this process."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
 
 
 def _tasks(options: "Evaluation", tokenizer: Any) -> dict[Path, "Task"]:

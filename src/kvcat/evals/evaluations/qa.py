@@ -133,18 +133,16 @@ def _hellaswag(row: Row) -> Cloze:
         with_sentences = text.strip().replace(" [title]", ". ")
         return re.sub(r"\[.*?\]", "", with_sentences).replace("  ", " ")
 
-    context = row["ctx"] if "ctx_a" not in row else _joined_context(row)
+    if "ctx_a" in row:  # a sentence, and the beginning of the next one
+        context = f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}"
+    else:
+        context = row["ctx"]
     return Cloze(
         contexts=clean(f"{row['activity_label']}: {context}"),
         texts=[clean(ending) for ending in row["endings"]],
         answer=row["label"],
         labels="0123",
     )
-
-
-def _joined_context(row: Row) -> str:
-    """HellaSwag's context: its sentence and the beginning of the next one."""
-    return f"{row['ctx_a']} {row.get('ctx_b', '').capitalize()}"
 
 
 def _winogrande(row: Row) -> Cloze:
@@ -301,7 +299,9 @@ def _example(task: str, row: Any) -> QAExample:
     Raises:
         AttributeError, KeyError, TypeError, ValueError: it is not a row of the task.
     """
-    filled = {name: value for name, value in row.items() if _is_filled(value)}
+    filled = {
+        name: value for name, value in row.items() if value is not None and str(value).strip()
+    }
     _, read = TASKS[task]
     cloze = read(filled)
     texts = cloze.texts
@@ -323,11 +323,6 @@ def _example(task: str, row: Any) -> QAExample:
         texts=tuple(texts),
         gold=gold,
     )
-
-
-def _is_filled(value: Any) -> bool:
-    """Whether a value is present and not blank."""
-    return value is not None and bool(str(value).strip())
 
 
 def _digest(content: Any) -> str:

@@ -235,7 +235,7 @@ def niah(
         "them. I will quiz you about the numbers afterwards.\n"
     )
     room = pieces.remaining(num_tokens, [head, *needles])
-    between = _needles(names, codes) if among_needles else filler_lines(draw)
+    between = map(_NIAH_NEEDLE.format, names, codes) if among_needles else filler_lines(draw)
     lines = pieces.fitting(between, room)
     noun = "number" if len(numbers) == 1 else "numbers"
     verb = "is" if len(numbers) == 1 else "are"
@@ -246,12 +246,6 @@ def niah(
     )
     body = _scattered(draw, lines, shuffled(draw, needles))
     return SyntheticText([head, *body], question, tuple(numbers))
-
-
-def _needles(names: Iterator[str], codes: Iterator[str]) -> Iterator[str]:
-    """Lines that assign numbers to keys."""
-    for name, code in zip(names, codes, strict=False):
-        yield _NIAH_NEEDLE.format(name, code)
 
 
 def variable_tracking(draw: random.Random, pieces: Pieces, num_tokens: int) -> SyntheticText:

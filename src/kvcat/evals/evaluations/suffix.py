@@ -311,7 +311,9 @@ def windows_from_documents(
     check_least(1, prefix_len=prefix_len, per_document=per_document, **limited)
     check_least(2, suffix_len=suffix_len)
     pairs = list(documents)
-    _check_unique([name for name, _ in pairs])
+    for name, count in Counter(name for name, _ in pairs).items():
+        if count > 1:  # records of the two could not be distinguished
+            raise InputError(f"two documents share the name {name!r}")
     if prefix_len <= len(opening):
         raise InputError(
             f"a prefix of {prefix_len} tokens holds no text: {len(opening)} of them begin "
@@ -343,13 +345,6 @@ def windows_from_documents(
     for rank in range(per_document):
         in_turns += [windows[rank] for windows in by_document if rank < len(windows)]
     return in_turns[:limit]
-
-
-def _check_unique(names: Sequence[str]) -> None:
-    """Raise an ``InputError`` if two documents share a name."""
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise InputError(f"two documents share the name {name!r}")
 
 
 def _window_starts(
