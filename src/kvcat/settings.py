@@ -88,8 +88,11 @@ class CacheSettings:
 
     @property
     def learner(self) -> str | None:
-        """What needs the copy of the document that follows it in reconstruction, if anything."""
-        return "gradient" if parse_spec(self.method)[0] == "gradient" else None
+        """The setting that needs the copy of the document which follows it in reconstruction.
+
+        What the method needs is an attribute of its class (``document_compressor``).
+        """
+        return None
 
     @property
     def size(self) -> dict[str, Any]:
@@ -139,12 +142,9 @@ class DocumentSettings(CacheSettings):
                 raise InputError(
                     "protect system needs chat: only a chat template has a system turn"
                 )
-        if self.has_protection:
-            name, options = self.method_options()
-            if "bits" in options:
-                raise InputError(f"protected slots are exact, not in {options['bits']} bits")
-            if name.startswith("kvpress:"):
-                raise InputError(f"{name} protects no slots: leave out what is to be protected")
+        _, options = self.method_options()
+        if self.has_protection and "bits" in options:
+            raise InputError(f"protected slots are exact, not in {options['bits']} bits")
 
     @property
     def has_protection(self) -> bool:
@@ -157,8 +157,8 @@ class DocumentSettings(CacheSettings):
 
     @property
     def learner(self) -> str | None:
-        """What needs the copy of the document that follows it in reconstruction, if anything."""
-        return "max_kl" if self.max_kl is not None else super().learner
+        """The setting that needs the copy of the document which follows it in reconstruction."""
+        return "max_kl" if self.max_kl is not None else None
 
     @classmethod
     def of(cls, settings: CacheSettings) -> "DocumentSettings":

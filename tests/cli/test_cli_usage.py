@@ -116,7 +116,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("generate m --cache t.txt --prompt x --stop", "--stop takes [STR [STR ...]] (see"),
         ("theory theorem --function --out o", "--function takes [STR [STR ...]] (see"),
         (
-            "compress m --text t.txt -o c --method gradient --supervision self",
+            "compress kvcat-base --text t.txt -o c --method gradient --supervision self",
             "gradient needs supervision",
         ),
         ("compress m --text empty.txt -o c", "empty.txt is empty"),

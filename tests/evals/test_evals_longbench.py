@@ -8,7 +8,13 @@ from small_evaluations import tiny, with_opening
 
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
 from kvcat.errors import InputError
-from kvcat.evals.longbench import LongBenchTask, choice_values, cut_middle, make_prompt, make_task
+from kvcat.evals.evaluations.longbench import (
+    LongBenchTask,
+    choice_values,
+    cut_middle,
+    make_prompt,
+    make_task,
+)
 from kvcat.evals.task import Baseline
 from tiny import byte_tokenizer, refusal, sentences
 

@@ -444,7 +444,12 @@ class CompactCache:
         for number, window in enumerate(windows):
             if number in self.states:
                 state = self.states[number]
-                layers.append(_state_layer(state, self.num_tokens, window, read_only=read_only))
+                if window is None:
+                    layers.append(RecurrentState(state, read_only=read_only))
+                else:
+                    layers.append(
+                        WindowState(state, self.num_tokens, window=window, read_only=read_only)
+                    )
             elif static_tokens is None:
                 prefix_layer = PrefixLayer(
                     next(prefix), self.num_tokens, window=window, read_only=read_only
@@ -501,12 +506,3 @@ class CompactCache:
                 layer = replace(layer, log_bias=zeros)
             layers.append(layer)
         return layers
-
-
-def _state_layer(
-    state: LayerState, num_tokens: int, window: int | None, *, read_only: bool
-) -> WindowState | RecurrentState:
-    """A state that is kept whole as a layer of a transformers cache."""
-    if window is not None:
-        return WindowState(state, num_tokens, window=window, read_only=read_only)
-    return RecurrentState(state, read_only=read_only)

@@ -45,7 +45,7 @@ def first_slots(layers: Sequence[HeadGrid]) -> FirstSlots:
         heads = [head for layer in layers for head in layer[example]]
         numbers = []
         for head in heads:
-            if head.positions is None or not _ascends(head.positions):
+            if head.positions is None or not (head.positions.diff() >= 0).all():
                 return ()
             first = set(head.positions[head.positions < NUM_FIRST].tolist())
             numbers.append(sum(1 << position for position in first))
@@ -67,8 +67,3 @@ def count_before(
     numbers = [[(number & mask).bit_count() for number in row] for row in slots]
     heads_of_layers = [layer_counts.shape[1] for layer_counts in counts]
     return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
-
-
-def _ascends(positions: Int[Tensor, " slots"]) -> bool:
-    """Whether slots are in the order of their positions."""
-    return bool((positions[1:] >= positions[:-1]).all())

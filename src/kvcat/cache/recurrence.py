@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import conv1d, silu, softplus
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcat.attention import exclusive
 from kvcat.cache.forward import CACHE_NAME
@@ -66,15 +66,12 @@ def _forward(
 ) -> Float[Tensor, "batch tokens hidden"]:
     """The mixer's forward; several tokens after a state continue it."""
     past = kwargs.get("cache_params", kwargs.get("cache"))
-    if past is None or args or hidden_states.shape[1] == 1 or not _has_state(past, mixer.layer_idx):
+    if past is None or args or hidden_states.shape[1] == 1:
+        return stock_forward(hidden_states, *args, **kwargs)
+    state: Any = past.layers[mixer.layer_idx]
+    if not state.has_previous_state[0] or state.recurrent_states[0] is None:
         return stock_forward(hidden_states, *args, **kwargs)
     return _continued(mixer, hidden_states, past, kwargs.get("attention_mask"))
-
-
-def _has_state(past: Cache, layer: int) -> bool:
-    """Whether tokens came before in a recurrent layer of a cache."""
-    state: Any = past.layers[layer]
-    return bool(state.has_previous_state[0]) and state.recurrent_states[0] is not None
 
 
 def _continued(

@@ -36,7 +36,12 @@ def rope_border(config: PreTrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     for parameters in _rope_parameters(text):
         kind = _kind(parameters)
-        if kind == "longrope" and not _are_sets_equal(parameters):
+        # equal for all lengths, as in a widened checkpoint (kvcat widen)
+        has_one_set = all(
+            parameters.get(f"short_{name}") == parameters.get(f"long_{name}")
+            for name in ("factor", "mscale")
+        )
+        if kind == "longrope" and not has_one_set:
             original = parameters.get("original_max_position_embeddings")
             borders.add(original or text.max_position_embeddings)
         elif "dynamic" in kind:
@@ -47,13 +52,6 @@ def rope_border(config: PreTrainedConfig) -> int | None:
             f"{config.model_type}: rotary factors that change at {lengths} tokens are not supported"
         )
     return next(iter(borders), None)
-
-
-def _are_sets_equal(parameters: dict[str, Any]) -> bool:
-    """Whether all lengths have the same factors, as in a widened checkpoint (kvcat widen)."""
-    has_one_factor = parameters.get("short_factor") == parameters.get("long_factor")
-    has_one_scale = parameters.get("short_mscale") == parameters.get("long_mscale")
-    return has_one_factor and has_one_scale
 
 
 def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:

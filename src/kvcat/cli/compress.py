@@ -5,7 +5,7 @@ import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tyro
 
@@ -78,7 +78,9 @@ def compress(
     sequence, protected = encoded_document(tokenizer, read_config(model), document, settings)
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
     trace = sequence_trace(loaded, sequence, supervision=settings.supervision, room=settings.room)
-    state = _state_file(output, (model, document, settings, dtype))
+    # the same command continues from this file after a kill
+    command = hashlib.sha256(repr((model, document, settings, dtype)).encode()).hexdigest()
+    state = output.with_name(f".{output.name}.{command[:8]}.state")
     with ExitStack() as bars:
         progress = _progress(compressor, settings, state, bars)
         cache = compress_trace(protecting(trace, protected), compressor, settings, progress)
@@ -104,17 +106,10 @@ def _read_text(path: Path) -> str:
     return document
 
 
-def _state_file(output: Path, command: tuple[Any, ...]) -> Path:
-    """The file of saved progress, from which the same command continues after a kill."""
-    digest = hashlib.sha256(repr(command).encode()).hexdigest()
-    return output.with_name(f".{output.name}.{digest[:8]}.state")
-
-
 def _progress(
     compressor: "Compressor", settings: DocumentSettings, state: Path, bars: ExitStack
 ) -> "Progress":
     """A line for every size that is tried, or a bar of gradient steps, closed by ``bars``."""
-    from kvcat import GradientCompression
     from kvcat.compress.document_cache import Progress
     from kvcat.evals import progress_bar
 
@@ -122,11 +117,11 @@ def _progress(
         line = f"{num_slots} slots: KL {kl:z.5f} nats per token, held out"
         print(line, file=sys.stderr, flush=True)
 
-    if settings.max_kl is not None or not isinstance(compressor, GradientCompression):
+    if settings.max_kl is not None or not compressor.resumes:
         return Progress(on_try=show_size)
-    if not compressor.num_steps:
+    if not compressor.last_step:
         return Progress()
-    bar = bars.enter_context(progress_bar(compressor.num_steps, "step"))
+    bar = bars.enter_context(progress_bar(compressor.last_step, "step"))
 
     def show_step(_: int, kl: float) -> None:
         bar.set_postfix_str(f"KL {kl:z.5f}", refresh=False)

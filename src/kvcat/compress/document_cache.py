@@ -21,7 +21,6 @@ from kvcat.compress.documents import (
     reconstruction,
     sequence_trace,
 )
-from kvcat.compress.methods.gradient import GradientCompression
 from kvcat.compress.prefix import protecting
 from kvcat.compress.quantized import slots_and_bits
 from kvcat.compress.registry import seeded_compressor
@@ -79,7 +78,8 @@ def document_compressor(settings: CacheSettings) -> Compressor:
     """The method of the settings with its options, bits and seed.
 
     Raises:
-        InputError: an unknown method or option, or a value that is not valid.
+        InputError: an unknown method or option, a value that is not valid, or a method that cannot
+            protect slots or learn from the document alone where the settings want that.
     """
     name, options = settings.method_options()
     compressor = seeded_compressor(name, options, settings.seed)
@@ -87,6 +87,9 @@ def document_compressor(settings: CacheSettings) -> Compressor:
         raise InputError(
             f"{name} needs supervision reconstruction: the document alone leaves nothing to predict"
         )
+    protects = isinstance(settings, DocumentSettings) and settings.has_protection
+    if protects and not compressor.protects:
+        raise InputError(f"{name} protects no slots: leave out what is to be protected")
     return compressor
 
 
@@ -151,10 +154,11 @@ def compress_trace(
         num_slots, bits = slots_and_bits(trace, num_bytes, choices)
         size = {"num_slots": num_slots}
         compressor = compressor if bits is None else compressor.in_bits(bits)
-    if isinstance(compressor, GradientCompression):
-        cache = compressor(trace, **size, resume=progress.state, on_step=progress.on_step)
+    run: Any = compressor
+    if compressor.resumes:
+        cache = run(trace, **size, resume=progress.state, on_step=progress.on_step)
     else:
-        cache = compressor(trace, **size)
+        cache = run(trace, **size)
     if num_bytes is not None and cache.nbytes > num_bytes:
         raise InputError(
             f"{settings.method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer"

@@ -16,7 +16,7 @@ from kvcat.compress import (
     split_supervision,
     supervised_kl,
 )
-from kvcat.compress.document_cache import compress_trace, document_compressor
+from kvcat.compress.document_cache import compress_trace
 from kvcat.compress.documents import sequence_trace
 from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
@@ -102,7 +102,6 @@ class CorpusCompressor:
         self.tokenizer = tokenizer
         self.settings = settings
         self.storage = storage
-        self._compressor = document_compressor(settings)
         self._document = DocumentSettings.of(settings)
         self._about: dict[str, Any] = {
             "method": settings.method,
@@ -133,7 +132,10 @@ class CorpusCompressor:
             if len(usable) > 1:
                 missing = [encoded for encoded in usable if not encoded.is_made]
                 return [row for encoded in missing for row in self([encoded])]
-            return [self._failed(encoded, _reason(error)) for encoded in usable]
+            reason = "the device has not enough memory for the document"
+            if isinstance(error, InputError):
+                reason = str(error)
+            return [self._failed(encoded, reason) for encoded in usable]
         self.settings.check_budgets()  # it may have changed while the method read it
         missing = []
         for encoded, (cache, kl) in zip(usable, caches, strict=True):
@@ -164,7 +166,7 @@ class CorpusCompressor:
             yield replace(cache, record=record), kls[index]
 
     def _compress(self, trace: Trace) -> CompactCache:
-        return compress_trace(trace, self._compressor, self._document)
+        return compress_trace(trace, self.settings.compressor, self._document)
 
     def _held_out_kls(self, trace: Trace) -> list[float | None]:
         """KL(dense || compact) per document at the last quarter of the supervising positions.
@@ -196,10 +198,3 @@ class CorpusCompressor:
     def _failed(self, encoded: EncodedDocument, error: str) -> Row:
         document = encoded.document
         return Row.failed(document.id, document.checksum, error, self._about)
-
-
-def _reason(error: Exception) -> str:
-    """Why a document has no cache, on one line."""
-    if not isinstance(error, InputError):
-        return "the device has not enough memory for the document"
-    return str(error)

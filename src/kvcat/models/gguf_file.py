@@ -189,7 +189,8 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
     """
     gguf: Any = import_module("gguf")
     header = _read_header(path)
-    names = gguf.get_tensor_name_map(_gguf_number(header.architecture), config.num_hidden_layers)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[header.architecture], config.num_hidden_layers)
     used = set(header.rope_tensors)
     for weight in weights:
         stem, _, kind = weight.rpartition(".")
@@ -203,11 +204,6 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
         raise InputError(
             f"{path} has {len(unused)} tensors that the model does not use, for example {unused[0]}"
         )
-
-
-def _gguf_number(architecture: str) -> Any:
-    gguf: Any = import_module("gguf")
-    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
 
 
 def _read_header(path: Path) -> _Header:

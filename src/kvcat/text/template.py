@@ -175,7 +175,9 @@ class ChatTemplate:
             ]
             return self._render(messages, is_answered=is_answered)
 
-        cut = [_cut(text, encoder) for text in texts]
+        # with a mark inside every control token that a text spells
+        controls = encoder.control_tokens.values()
+        cut = [_CUT.join(cut_control_tokens(text, controls)) for text in texts]
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
         visible = list(cut)  # what the template reads: answers as they are
         for index in answers:
@@ -313,11 +315,6 @@ def behind(written: str, length: int) -> str:
             place += 1
         place += 1
     return written[place:]
-
-
-def _cut(text: str, encoder: TextEncoder) -> str:
-    """The text with a mark inside every control token that it spells."""
-    return _CUT.join(cut_control_tokens(text, encoder.control_tokens.values()))
 
 
 def _fenced(text: str) -> str:
