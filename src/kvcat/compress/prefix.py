@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from kvcat.cache import CompactLayer, HeadSlots, Layer
 from kvcat.cache.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, whole
+from kvcat.types import Int, Tensor
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,13 @@ class Prefix:
         past_len = self.trace.past_len
         new = clipped(self.trace.protected, past_len, self.trace.prefix_len)
         return self.trace.prefix_len - past_len - num_positions(new)
+
+    def num_unprotected_after(self, positions: Int[Tensor, " queries"]) -> Int[Tensor, " queries"]:
+        """The number of tokens after each position that are not protected."""
+        is_unprotected = torch.ones(self.trace.prefix_len, dtype=torch.long)
+        for start, stop in self.trace.protected:
+            is_unprotected[start:stop] = 0
+        return is_unprotected.sum() - is_unprotected.cumsum(0)[positions]
 
     def whole_layers(self, kept: Sequence[Layer]) -> list[Layer]:
         """The layers of a cache: the protected slots, and after them those kept of the others."""

@@ -149,11 +149,11 @@ class AttentionMatching(_Options):
         self, prefix: Prefix, sizes: Sequence[int], bits: int | None
     ) -> Iterator[list[HeadGrid]]:
         """For every size, the heads of every layer; quantised with ``bits``."""
-        fitted = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
+        queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
         drawn = None
         if self.num_queries is not None:
-            drawn = draw_rows(prefix.trace, fitted, self.num_queries, self.seed)
-        heads = Heads(prefix, fitted, drawn, self.group_elements)
+            drawn = draw_rows(prefix.trace, queries, self.num_queries, self.seed)
+        heads = Heads(prefix, queries, drawn, self.group_elements)
         dense, allocations = self._attention_and_slots(heads, sizes)
         for slots_of_heads in allocations:
             fits: dict[HeadIndex, HeadSlots] = {}

@@ -20,9 +20,9 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rows import Rows
 from kvcat.compress.sessions.state import SessionState
-from kvcat.compress.trace import PastQueries
 from kvcat.errors import InputError, one_line
 from kvcat.files import make_folder
 from kvcat.options import typed_fields
@@ -30,7 +30,7 @@ from kvcat.types import Tensor, at_least_float32
 
 _COMPACT = "compact."
 _EXACT = ("keys", "values", "queries")
-_MASSES = ("log_later_mass", "log_mass")
+_MASSES = ("log_elsewhere", "log_mass")
 _ROWS = ("states", "outputs")
 _CONTENT = {
     "num_compactions": int,
@@ -257,7 +257,7 @@ def _check_compact(compact: CompactCache, example: SessionState) -> None:
         last = stop
 
 
-def _check_past_queries(kept: PastQueries, state: SessionState, example: SessionState) -> None:
+def _check_past_queries(kept: QuerySet, state: SessionState, example: SessionState) -> None:
     """Raise a ``ValueError`` for kept queries that no compaction leaves."""
     count = len(kept.positions)
     for name in ("positions", "starts"):
@@ -327,7 +327,7 @@ def _state(
     )
 
 
-def _tensors_of_queries(kept: PastQueries) -> dict[str, Tensor]:
+def _tensors_of_queries(kept: QuerySet) -> dict[str, Tensor]:
     """The tensors of kept queries by their name in a file."""
     tensors = {"past.positions": kept.positions, "past.starts": kept.starts}
     for name in _MASSES:
@@ -342,12 +342,12 @@ def _tensors_of_queries(kept: PastQueries) -> dict[str, Tensor]:
 
 def _queries_of_tensors(
     tensors: dict[str, Tensor], place: int, num_layers: int, device: torch.device
-) -> PastQueries:
+) -> QuerySet:
     """The kept queries of a file.
 
     Args:
         tensors: of the file.
-        place: as in ``PastQueries``.
+        place: as in ``QuerySet``.
         num_layers: of the model.
         device: of the model.
     """
@@ -359,11 +359,14 @@ def _queries_of_tensors(
         pairs = zip(of_layers(f"{name}.integers"), of_layers(f"{name}.scales"), strict=True)
         return [Rows(integers, scales) for integers, scales in pairs]
 
-    return PastQueries(
-        positions=tensors["past.positions"],
-        starts=tensors["past.starts"],
+    positions = tensors["past.positions"]
+    return QuerySet(
         states=rows("states"),
-        log_later_mass=of_layers("log_later_mass"),
+        positions=positions,
+        weights=torch.ones(len(positions)),
+        log_elsewhere=of_layers("log_elsewhere"),
+        num_fitted=len(positions),
+        starts=tensors["past.starts"],
         place=place,
         log_mass=of_layers("log_mass"),
         outputs=rows("outputs"),
