@@ -62,11 +62,7 @@ def num_bytes(
 
 
 def rotation_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with the rotary embedding of a served one, and little else: one head, few channels.
-
-    Raises:
-        InputError: a model whose keys cannot be rotated to other positions.
-    """
+    """A model with the rotary embedding of a served one, and little else: one head, few channels."""
     small: Any = copy.deepcopy(config.get_text_config(decoder=True))
     head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
     sizes = {
@@ -82,9 +78,9 @@ def rotation_model(config: PreTrainedConfig) -> PreTrainedModel:
     }
     for name, value in sizes.items():
         setattr(small, name, value)
-    model = AutoModelForCausalLM.from_config(small, dtype=torch.float32).eval()
-    KeyRotation(model, -1)
-    return model
+    return AutoModelForCausalLM.from_config(
+        small, dtype=torch.float32, attn_implementation="eager"
+    ).eval()
 
 
 def place(

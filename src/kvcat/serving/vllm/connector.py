@@ -18,6 +18,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1 import kv_cache_interface
 
 from kvcat.errors import InputError
+from kvcat.models.rotation import KeyRotation
 from kvcat.serving.documents import Document, Documents, open_documents
 from kvcat.serving.fingerprints import CheckpointFingerprints
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
@@ -152,6 +153,9 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._failing: set[str] = set()
         if role == base.KVConnectorRole.WORKER:
             self.rotation = rotation_model(vllm_config.model_config.hf_text_config)
+            # vLLM has decorated the class if it runs transformers' code itself
+            self.rotation.base_model.do_not_compile = True  # type: ignore[assignment]
+            KeyRotation(self.rotation, -1)  # rejects a model whose keys cannot be rotated
             WORKER.group_of_layer = {
                 name: number for number, group in enumerate(groups) for name in group.layer_names
             }
