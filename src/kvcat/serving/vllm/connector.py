@@ -17,6 +17,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1 import kv_cache_interface
 
+from kvcat.attention.kernels import EXTRA_CHANNELS
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.documents import Document, Documents, open_documents
@@ -135,6 +136,8 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.documents = documents_of(vllm_config)
         self.dtype = vllm_config.model_config.dtype
         self.head_dim = vllm_config.model_config.get_head_size()
+        if vllm_config.device_config.device_type != "cpu":  # FlashAttention's keys hold the bias
+            self.head_dim += EXTRA_CHANNELS
         self.num_workers = vllm_config.parallel_config.tensor_parallel_size
         groups = kv_cache_config.kv_cache_groups
         for group in groups:
@@ -151,6 +154,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._failed: set[str] = set()
         self._loaded = _Loaded()
         self._failing: set[str] = set()
+        self.impls: dict[int, Any] = {}  # attention by the number of the layer
         if role == base.KVConnectorRole.WORKER:
             self.rotation = rotation_model(vllm_config.model_config.hf_text_config)
             # vLLM has decorated the class if it runs transformers' code itself
@@ -302,6 +306,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         layers = self.config.compilation_config.static_forward_context
         for name in WORKER.group_of_layer:
             check_layer(name, layers[name].impl)
+            self.impls[layer_number(name)] = layers[name].impl
         WORKER.reserve = None
 
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
@@ -353,8 +358,12 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         except InputError as error:
             self._loaded.failed[document.digest] = str(error)
             return
-        WORKER.layers[document.digest] = layers
-        self._loaded.num_bytes[document.digest] = sum(layer.nbytes for layer in layers)
+        held: list[Any] = []
+        for number, layer in enumerate(layers):
+            prepare = getattr(self.impls[number], "prepare", None)
+            held.append(layer if prepare is None else prepare(layer))
+        WORKER.layers[document.digest] = held
+        self._loaded.num_bytes[document.digest] = sum(layer.nbytes for layer in held)
 
     def _nothing(self, *_: Any, **__: Any) -> None:
         """Do nothing: no pages are loaded or saved."""

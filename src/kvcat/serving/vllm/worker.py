@@ -2,11 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from kvcat.serving.beside import LayerBeside
 from kvcat.types import Int, Tensor
 
 
@@ -57,7 +56,8 @@ class Worker:
     """The documents that a worker process holds.
 
     Args:
-        layers: of every document, by digest and number of the layer.
+        layers: of every document, by digest and number of the layer: a ``LayerBeside``, or the form
+            of it that the attention reads.
         digests: of the documents of the running requests, by their first block, for every group of
             layers.
         group_of_layer: by the name of the layer.
@@ -65,7 +65,7 @@ class Worker:
             that it leaves room for documents.
     """
 
-    layers: dict[str, list[LayerBeside]] = field(default_factory=dict)
+    layers: dict[str, list[Any]] = field(default_factory=dict)
     digests: Sequence[Mapping[int, str]] = ()
     group_of_layer: dict[str, int] = field(default_factory=dict)
     reserve: Tensor | None = None
