@@ -4,17 +4,14 @@
 
 from kvcat.serving.llama_cpp import LlamaCpp
 from kvcat.serving.prefix import Prefix, export_prefix, plain_prefix, read_prefix
-from kvcat.serving.requests import CacheFolder, chat_ids, prompt_ids, request_fields
+from kvcat.serving.requests import chat_ids, prompt_ids, request_fields
 from kvcat.serving.widen import widen, write_gguf
-from kvcat.serving.windows import layer_overrides
 
 __all__ = [
-    "CacheFolder",
     "LlamaCpp",
     "Prefix",
     "chat_ids",
     "export_prefix",
-    "layer_overrides",
     "plain_prefix",
     "prompt_ids",
     "read_prefix",
