@@ -435,13 +435,13 @@ def test_documents_of_equal_length_share_a_batch(compress, tmp_path, monkeypatch
     texts = ["the cat sees it", "the dog sees it", "a stone and the river", "the dog sees it"]
     rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
     batches = []
-    trace = compressor_module.sequence_trace
+    trace = compressor_module.read_document
 
     def count(model, sequence, **options):
         batches.append(len(sequence.input_ids))
         return trace(model, sequence, **options)
 
-    monkeypatch.setattr(compressor_module, "sequence_trace", count)
+    monkeypatch.setattr(compressor_module, "read_document", count)
     compress(write_rows(tmp_path / "corpus.jsonl", rows), tmp_path / "store")
     assert sorted(batches) == [1, 3]
 
@@ -462,7 +462,7 @@ def test_a_cache_in_the_store_outlives_a_device_without_memory_for_its_batch(
         raise torch.OutOfMemoryError
 
     for no_memory in (no_memory_on_a_processor, no_memory_on_a_gpu):
-        monkeypatch.setattr(compressor_module, "sequence_trace", no_memory)
+        monkeypatch.setattr(compressor_module, "read_document", no_memory)
         result = compress(corpus, store)
         assert (result.num_kept, [row.id for row in result.failures]) == (1, ["lost"])
         assert "not enough memory" in result.failures[0].error

@@ -68,16 +68,17 @@ def compress(
         compress_trace,
         document_compressor,
         encoded_document,
+        read_document,
     )
-    from kvcat.compress.documents import sequence_trace
     from kvcat.models import load_tokenizer, read_config
 
     opt.check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
     compressor = document_compressor(settings)
     tokenizer = load_tokenizer(model)
-    sequence, protected = encoded_document(tokenizer, read_config(model), document, settings)
+    config = read_config(model)
+    sequence, protected = encoded_document(tokenizer, config, document, settings, compressor)
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
-    trace = sequence_trace(loaded, sequence, supervision=settings.supervision, room=settings.room)
+    trace = read_document(loaded, sequence, settings, compressor)
     # the same command continues from this file after a kill
     command = hashlib.sha256(repr((model, document, settings, dtype)).encode()).hexdigest()
     state = output.with_name(f".{output.name}.{command[:8]}.state")

@@ -30,8 +30,8 @@ class HeadBatch:
         fit_boost: as in ``QuerySet``, of each fitted query; None: all are fitted to, and 1.
         past: what some of the fitted queries attended to before it was compressed; None: all
             attend to the slots.
-        num_supervising: number of the first queries that are supervising ones; the others are the
-            prefix's own.
+        num_supervising: number of the first fitted queries that are supervising ones; the other
+            fitted ones are the prefix's own.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]

@@ -182,7 +182,7 @@ class Heads:
             fit_boost=_of_every_head(boost.to(keys), query_heads, num_heads),
             past=self._past(heads, query_heads),
             num_supervising=query_heads
-            * sum(len(each) for each in self.queries if not each.is_own),
+            * sum(each.num_fitted for each in self.queries if not each.is_own),
         )
 
     def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:

@@ -105,9 +105,9 @@ def _place(num_tokens: int, places: int) -> int:
 
 def _placed(trace: Trace, moved: QuerySet, place: int) -> QuerySet:
     """Queries of the prefix, in 8 bits, with their attention to all of it from another place."""
-    exact: Any = own.states
+    exact: Any = moved.states
     # what the rounded queries attend to
-    rounded = replace(moved, states=list(map(Rows.of, moved.states)), place=place, rotation=None)
+    rounded = replace(moved, states=list(map(Rows.of, exact)), place=place, rotation=None)
     prefix = Prefix.of(trace)
     attended = [
         _attended(prefix, layer, rounded, place, slice(None)) for layer in range(len(trace.layers))

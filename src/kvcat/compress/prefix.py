@@ -31,11 +31,15 @@ class Prefix:
             a compact cache.
         protected: per layer, the slots that stay as they are, equally many in all heads, without
             log-bias; (): none are protected.
+        first_slot: index in the whole prefix of the first slot of a part.
+        part: range of tokens of a part; None: the whole prefix.
     """
 
     trace: Trace
     layers: Sequence[CompactLayer]
     protected: Sequence[CompactLayer] = ()
+    first_slot: int = 0
+    part: Range | None = None
 
     @classmethod
     def of(cls, trace: Trace) -> "Prefix":
@@ -54,6 +58,25 @@ class Prefix:
         if min(int(layer.present_counts().min()) for layer in prefix.layers) < 1:
             raise InputError("every slot of a head is protected: nothing is left to compress")
         return prefix
+
+    def parts(self) -> list["Prefix"]:
+        """The parts in which the trace repeated the text; the whole prefix if there is one part.
+
+        A part without slots to compress is left out.
+        """
+        ranges = [source.part for source in self.trace.sources if source.part is not None]
+        if len(ranges) < 2 or self.layers[0].positions is None:
+            return [self]
+        positions = self.layers[0].positions[0, 0]  # those of every head of every layer
+        parts = []
+        for start, stop in ranges:
+            slots = ((positions >= start) & (positions < stop)).nonzero().squeeze(1)
+            if len(slots):
+                layers = [layer.at(slots) for layer in self.layers]
+                first = int(slots[0])
+                part = replace(self, layers=layers, first_slot=first, part=(start, stop))
+                parts.append(part)
+        return parts
 
     @property
     def num_protected(self) -> int:

@@ -1,6 +1,6 @@
 """The queries to which Attention Matching is fitted, and the weight of each query's error."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,7 +11,7 @@ from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
-from kvcat.types import Float, Tensor, at_least_float32
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_PARTS = 3
 
@@ -53,12 +53,17 @@ def fitted_queries(
     trace = prefix.trace
     if own_weight is None:
         own_weight = usual_own_weight(trace)
-    moved = _moved_sets(trace, part_tokens, fitted_per_token) if own_weight else []
+    if trace.sources:
+        supervising = [each for each in trace.sources if not each.is_own]
+        moved = [each for each in trace.sources if each.is_own] if own_weight else []
+    else:
+        supervising = [supervising_queries(trace)]
+        moved = _moved_sets(trace, part_tokens, fitted_per_token) if own_weight else []
     if moved and trace.text.supervision == "self":
         sets = moved
     else:
-        supervising = supervising_queries(trace)
-        sets = [supervising, *_weighing(moved, own_weight * len(supervising))]
+        total = torch.cat([each.weights for each in supervising]).square().sum()
+        sets = [*supervising, *_weighing(moved, own_weight * float(total))]
     if by_share:
         sets = [_with_sinks(each, trace) for each in sets]
     else:
@@ -89,15 +94,25 @@ def supervising_queries(trace: Trace) -> QuerySet:
     )
 
 
-def own_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> QuerySet | None:
+def own_queries(
+    trace: Trace,
+    part_tokens: int,
+    fitted_per_token: float,
+    positions: Int[Tensor, " sampled"] | None = None,
+) -> QuerySet | None:
     """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
     A part is a third of the prefix, but at most ``part_tokens``. Of a compact cache's tokens there
     are no queries. The result is None if the model's keys cannot be moved to other positions.
 
-    The last part comes first. All positions, at most 4,096, select keys. If query heads share a KV
-    head, log-bias and values are fitted only to evenly spaced positions, of which at least
-    ``fitted_per_token`` queries per token of the prefix remain.
+    The last part comes first. All positions select keys. If query heads share a KV head, log-bias
+    and values are fitted only to evenly spaced positions, of which at least ``fitted_per_token``
+    queries per token of the prefix remain.
+
+    Args:
+        trace: of the prefix.
+        part_tokens, fitted_per_token: as in ``fitted_queries``.
+        positions: of the queries, kept in the trace; None: at most 4,096 evenly spaced ones.
     """
     prefix_len = trace.prefix_len
     part_len = min(-(-prefix_len // _LEAST_PARTS), part_tokens)
@@ -105,7 +120,8 @@ def own_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> Quer
         rotation = KeyRotation(trace.model, part_len)
     except InputError:
         return None
-    positions = trace.past_len + sampled_positions(prefix_len - trace.past_len)
+    if positions is None:
+        positions = trace.past_len + sampled_positions(prefix_len - trace.past_len)
     rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
     part_numbers = (positions - prefix_len) // part_len  # -1 is the last part
     starts = (prefix_len + part_numbers * part_len).clamp_min(trace.past_len)
@@ -186,16 +202,81 @@ def _with_protected_mass(queries: QuerySet, prefix: Prefix) -> QuerySet:
         last_seen = queries.positions - num_others
     masses = []
     for index, layer in enumerate(trace.layers):
-        elsewhere = queries.log_elsewhere[index]
-        every_head = list(range(elsewhere.shape[1]))
-        states = [
-            queries.of_heads(index, layer.number, example, every_head)
-            for example in range(trace.batch_size)
-        ]
+        states = queries.of_layer(index, layer.number)
         keys = prefix.protected[index].keys
-        mass = log_mass(torch.stack(states), keys, layer.scale, last_seen.clamp_min(0))
+        mass = log_mass(states, keys, layer.scale, last_seen.clamp_min(0))
         mass[..., last_seen < 0] = -torch.inf
-        masses.append(torch.logaddexp(elsewhere, mass))
+        masses.append(torch.logaddexp(queries.log_elsewhere[index], mass))
+    return replace(queries, log_elsewhere=masses)
+
+
+@torch.no_grad()
+def queries_of_parts(
+    prefix: Prefix, parts: Sequence[Prefix], queries: Sequence[QuerySet], *, sampled: float
+) -> Iterator[list[QuerySet]]:
+    """For every part of a prefix, the queries to which its slots are fitted.
+
+    These are all queries whose text is the part's, and evenly spaced ones of the others', each with
+    the weight of those that it represents. The other parts' slots are like text after the prefix:
+    their mass is elsewhere.
+
+    Args:
+        prefix: what is compressed.
+        parts: of ``prefix.parts``.
+        queries: of ``fitted_queries``.
+        sampled: number of the others' queries, relative to those of the part.
+    """
+    of_text = [_mass_on(prefix, each) for each in queries]
+    num_others = len(parts) - 1
+    stride = max(1, round(num_others / sampled)) if sampled else 0
+    for number, part in enumerate(parts):
+        start, stop = part.part or (0, prefix.trace.prefix_len)
+        chosen: list[QuerySet] = []
+        for each, masses in zip(queries, of_text, strict=True):
+            inside = torch.full([len(each)], each.part == (start, stop))
+            if each.is_own:
+                inside = (each.positions >= start) & (each.positions < stop)
+            is_sampled = torch.zeros_like(inside)
+            if stride:
+                is_sampled[number % stride :: stride] = True
+            rows = (inside | is_sampled).nonzero().squeeze(1)
+            if not len(rows):
+                continue
+            weights = torch.where(inside[rows], 1.0, stride**0.5)
+            some = each.selected(rows)
+            some = replace(some, weights=weights * some.weights)
+            of_rows = [mass.index_select(2, rows.to(mass.device)) for mass in masses]
+            chosen.append(_with_other_parts(part, some, of_rows))
+        yield chosen
+
+
+def _mass_on(prefix: Prefix, queries: QuerySet) -> list[Float[Tensor, "batch heads queries"]]:
+    """Per layer, the log of each query's attention mass on all slots of a prefix."""
+    masses = []
+    for index, layer in enumerate(prefix.trace.layers):
+        keys = prefix.layers[index].keys
+        last_seen = torch.full([len(queries)], keys.shape[2] - 1)
+        states = queries.of_layer(index, layer.number)
+        masses.append(log_mass(states, keys, layer.scale, last_seen))
+    return masses
+
+
+def _with_other_parts(
+    part: Prefix, queries: QuerySet, of_text: Sequence[Float[Tensor, "batch heads queries"]]
+) -> QuerySet:
+    """The queries for a fit of one part's slots.
+
+    Args:
+        part: of the prefix.
+        queries: for a fit of the whole prefix.
+        of_text: per layer, the log of each query's mass on the whole prefix.
+    """
+    masses = []
+    of_layers = zip(queries.log_elsewhere, of_text, _mass_on(part, queries), strict=True)
+    for elsewhere, of_prefix, of_part in of_layers:
+        share = (of_part - of_prefix).clamp_max(-1e-6)  # rounding makes it larger than all
+        of_others = of_prefix + torch.log1p(-share.exp())
+        masses.append(torch.logaddexp(elsewhere, of_others))
     return replace(queries, log_elsewhere=masses)
 
 

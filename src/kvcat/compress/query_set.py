@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from kvcat.cache.ranges import Range
 from kvcat.compress.rows import Rows
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
@@ -42,6 +43,7 @@ class QuerySet:
             represents, as it was when each of these tokens was exact. Protected tokens are not part
             of it. (): the queries attend to the slots.
         outputs: per layer, each query's attention over these tokens.
+        part: range of the prefix's tokens that the queries' text repeats; None: all, or others.
     """
 
     states: Sequence[Float[Tensor, "batch heads held head_dim"] | Rows]
@@ -57,6 +59,7 @@ class QuerySet:
     is_causal: bool = False
     log_mass: Sequence[Float[Tensor, "batch heads queries"]] = ()
     outputs: Sequence[Rows] = ()
+    part: Range | None = None
 
     def __len__(self) -> int:
         """The number of queries of each query head."""
@@ -102,8 +105,16 @@ class QuerySet:
         shifts = self.place - self.starts[queries]
         return self.rotation(in_place.unsqueeze(0), number, shifts).squeeze(0)
 
+    def of_layer(self, layer: int, number: int) -> Float[Tensor, "batch heads queries head_dim"]:
+        """All queries of a layer, where the fit has them; arguments as in ``of_heads``."""
+        num_examples, num_heads = self.log_elsewhere[layer].shape[:2]
+        every_head = list(range(num_heads))
+        return torch.stack(
+            [self.of_heads(layer, number, row, every_head) for row in range(num_examples)]
+        )
+
     def selected(self, rows: Int[Tensor, " rows"]) -> "QuerySet":
-        """Some of the queries, all of them fitted to."""
+        """Some of the queries; those that are fitted to come first, as before."""
         held = rows if self.rows is None else self.rows[rows]
         return replace(
             self,
@@ -111,7 +122,7 @@ class QuerySet:
             positions=self.positions[rows],
             weights=self.weights[rows],
             log_elsewhere=[_selected(mass, rows) for mass in self.log_elsewhere],
-            num_fitted=len(rows),
+            num_fitted=int((rows < self.num_fitted).sum()),
             rows=None,
             starts=None if self.starts is None else self.starts[rows],
             log_mass=[_selected(mass, rows) for mass in self.log_mass],

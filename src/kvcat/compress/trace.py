@@ -131,6 +131,8 @@ class Trace:
         protected: ranges of tokens whose slots every compressor keeps (``protecting``), ascending.
         states: of the layers that are not compressed, after the prefix, by number of the layer
             (``CompactCache``).
+        sources: queries of the parts of a long prefix, repeated after it, and the prefix's own
+            (``trace_in_parts``); (): all queries are those of ``layers``.
     """
 
     model: PreTrainedModel
@@ -142,6 +144,7 @@ class Trace:
     past: Past | None = None
     protected: tuple[Range, ...] = ()
     states: Mapping[int, LayerState] = field(default_factory=dict)
+    sources: Sequence[QuerySet] = ()
 
     @property
     def input_ids(self) -> Int[Tensor, "batch tokens"]:
@@ -298,6 +301,11 @@ class Trace:
             raise InputError(
                 "a trace with supervision='self' has no predictions after its prefix: trace a "
                 "suffix or a reconstruction sequence, or use AttentionMatching"
+            )
+        if self.sources:
+            raise InputError(
+                f"the {self.prefix_len} tokens were repeated in parts, without predictions of one "
+                "repetition: trace them with in_parts=False, or use AttentionMatching"
             )
 
 

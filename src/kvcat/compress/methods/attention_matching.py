@@ -1,6 +1,7 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,17 +17,25 @@ from kvcat.cache import (
     Layer,
 )
 from kvcat.compress.base import Compressor
-from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
+from kvcat.compress.budgets import (
+    Curve,
+    attention_and_curves,
+    share_out,
+    share_out_parts,
+    slot_sizes,
+)
 from kvcat.compress.calibration import load_budgets
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import fitted_queries, usual_own_weight
+from kvcat.compress.queries import fitted_queries, queries_of_parts, usual_own_weight
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_one_of, did_you_mean
 from kvcat.options import check_options
+from kvcat.types import Tensor
 
 BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -40,6 +49,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "budgets": "equal",
     },
 }
+
+_SAMPLED = 0.5  # queries of other parts, relative to those of a part
 
 
 @dataclass(frozen=True)
@@ -150,26 +161,88 @@ class AttentionMatching(_Options):
     ) -> Iterator[list[HeadGrid]]:
         """For every size, the heads of every layer; quantised with ``bits``."""
         queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
+        parts = [prefix] if bits or self.num_queries is not None else prefix.parts()
+        if len(parts) > 1:
+            yield from self._fitted_parts(prefix, parts, queries, sizes)
+            return
         drawn = None
         if self.num_queries is not None:
             drawn = draw_rows(prefix.trace, queries, self.num_queries, self.seed)
         heads = Heads(prefix, queries, drawn, self.group_elements)
         dense, allocations = self._attention_and_slots(heads, sizes)
         for slots_of_heads in allocations:
-            fits: dict[HeadIndex, HeadSlots] = {}
-            groups = heads.groups_for_fit(slots_of_heads)
-            for group in _with_progress(groups, "attention matching"):
-                slots = match_attention(
-                    heads.load_fitted(group),
-                    DenseAttention.stack([dense[head] for head in group]),
-                    slots_of_heads[group[0]],
-                    num_iters=self.num_iters,
-                    ridge=self.ridge,
-                    log_bias=self.log_bias,
-                    bits=bits,
-                )
-                fits.update(zip(group, slots.split(), strict=True))
+            fits = self._fit_heads(heads, slots_of_heads, dense, bits)
             yield [self._of_prefix(layer, index, fits) for index, layer in enumerate(prefix.layers)]
+
+    def _fit_heads(
+        self,
+        heads: Heads,
+        slots_of_heads: Mapping[HeadIndex, int],
+        dense: Mapping[HeadIndex, DenseAttention] | None,
+        bits: int | None = None,
+    ) -> dict[HeadIndex, HeadSlots]:
+        """The fitted slots of all heads.
+
+        Args:
+            heads: with the queries to fit to.
+            slots_of_heads: number of slots of each.
+            dense: their attention over the prefix; None: it is computed again for each group.
+            bits: as in ``match_attention``.
+        """
+        fits: dict[HeadIndex, HeadSlots] = {}
+        groups = heads.groups_for_fit(slots_of_heads)
+        for group in _with_progress(groups, "attention matching"):
+            batch = heads.load_fitted(group)
+            if dense is None:
+                attention = dense_attention(batch)
+            else:
+                attention = DenseAttention.stack([dense[head] for head in group])
+            slots = match_attention(
+                batch,
+                attention,
+                slots_of_heads[group[0]],
+                num_iters=self.num_iters,
+                ridge=self.ridge,
+                log_bias=self.log_bias,
+                bits=bits,
+            )
+            fits.update(zip(group, slots.split(), strict=True))
+        return fits
+
+    def _fitted_parts(
+        self,
+        prefix: Prefix,
+        parts: Sequence[Prefix],
+        queries: Sequence[QuerySet],
+        sizes: Sequence[int],
+    ) -> Iterator[list[HeadGrid]]:
+        """As ``_fitted_heads``, part by part: the cost is linear in the number of parts.
+
+        Slots are shared out over the heads of all parts together.
+        """
+        of_parts = queries_of_parts(prefix, parts, queries, sampled=_SAMPLED)
+        heads_of_parts = [
+            Heads(part, some, None, self.group_elements)
+            for part, some in zip(parts, of_parts, strict=True)
+        ]
+        longest = max(part.max_slots for part in parts)
+        choices = [slot_sizes(size / len(parts), longest) for size in sizes]
+        curves: list[dict[HeadIndex, Curve]] = []
+        for number, heads in enumerate(heads_of_parts, start=1):
+            groups = _with_progress(heads.groups_for_scores(), f"attention of part {number}")
+            curves.append(attention_and_curves(heads, groups, set().union(*choices))[1])
+        for size, choice in zip(sizes, choices, strict=True):
+            fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
+            slots_of_parts = share_out_parts(curves, size, choice)
+            for heads, slots_of_heads in zip(heads_of_parts, slots_of_parts, strict=True):
+                for head, fit in self._fit_heads(heads, slots_of_heads, None).items():
+                    positions: Tensor = fit.positions  # type: ignore[assignment]
+                    in_prefix = positions + heads.prefix.first_slot
+                    fits[head].append(replace(fit, positions=in_prefix))
+            joined = {head: HeadSlots.joined(pieces) for head, pieces in fits.items()}
+            yield [
+                self._of_prefix(layer, index, joined) for index, layer in enumerate(prefix.layers)
+            ]
 
     def _attention_and_slots(
         self, heads: Heads, sizes: Sequence[int]
