@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.evals import compare_models
 from kvcat.evals.records import read_config, read_records
 
@@ -77,10 +77,26 @@ def add(folders: list[Path], path: Path) -> int:
     """Add the rows of results folders that the file does not have; returns their number."""
     old = read(path)
     new = pd.concat([rows_of(folder) for folder in folders], ignore_index=True)
+    _check_windows(old, new)
     both = pd.concat([old, new], ignore_index=True) if len(old) else new
     both = both.drop_duplicates(KEY, keep="first")
     write(both, path)
     return len(both) - len(old)
+
+
+def _check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
+    """Raise an ``InputError`` if new rows are of other windows: models would not be comparable.
+
+    The texts are the installed Python sources, so that other packages give other windows.
+    """
+    for supervision, rows in new.groupby("supervision"):
+        before = set(old.loc[old["supervision"] == supervision, "window"])
+        other = set(rows["window"]) ^ before
+        if before and other:
+            raise InputError(
+                f"{len(other)} windows of {supervision} are not those of the records: install the "
+                "packages of constraints.txt and no others, or begin a new file of records"
+            )
 
 
 def compared(rows: pd.DataFrame, model: str, column: str) -> str:

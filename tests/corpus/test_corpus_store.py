@@ -437,9 +437,9 @@ def test_documents_of_equal_length_share_a_batch(compress, tmp_path, monkeypatch
     batches = []
     trace = compressor_module.read_document
 
-    def count(model, sequence, **options):
+    def count(model, sequence, *options):
         batches.append(len(sequence.input_ids))
-        return trace(model, sequence, **options)
+        return trace(model, sequence, *options)
 
     monkeypatch.setattr(compressor_module, "read_document", count)
     compress(write_rows(tmp_path / "corpus.jsonl", rows), tmp_path / "store")

@@ -262,12 +262,13 @@ def _check_past_queries(kept: QuerySet, state: SessionState, example: SessionSta
     count = len(kept.positions)
     for name in ("positions", "starts"):
         places = getattr(kept, name)
-        if places.dtype != torch.long or places.shape != (count,):
+        if places is None or places.dtype != torch.long or places.shape != (count,):
             raise ValueError(f"{name} of kept queries are {_described(places)}")
     positions = [-1, *kept.positions.tolist(), state.past_len]
     if any(first >= second for first, second in pairwise(positions)):
         raise ValueError("positions of kept queries are not ascending ones of the compact cache")
-    if not state.past_len <= kept.place < 1 << 31 or int(kept.starts.min() if count else 0) < 0:
+    has_negative = kept.starts is not None and bool((kept.starts < 0).any())
+    if not state.past_len <= kept.place < 1 << 31 or has_negative:
         raise ValueError(f"kept queries are moved to {kept.place}")
     masses = [at_least_float32(queries[..., 0]) for queries in example.queries]
     masses = [mass.expand(-1, -1, count) for mass in masses]
