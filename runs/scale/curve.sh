@@ -14,7 +14,7 @@ DEVICE=${DEVICE:-cpu}
 WINDOWS=${WINDOWS:-48}
 mkdir -p "$OUT"
 
-python() { "${PYTHON:-python3}" "$@"; }
+python() { command "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
 options() {
