@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from kvcat.choices import Bos as BosChoice
-from kvcat.choices import DocumentSupervision
+from kvcat.options import Bos as BosChoice
+from kvcat.options import DocumentSupervision
 
 T = TypeVar("T")
 

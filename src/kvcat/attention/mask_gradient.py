@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from kvcat.attention.chunks import score_chunks
 from kvcat.attention.kernels import attend_biased, attend_extended
-from kvcat.chunks import rows_per_chunk
+from kvcat.memory import rows_per_chunk
 from kvcat.types import Bool, Float, Tensor, at_least_float32
 
 _LEAST_QUERIES = 16

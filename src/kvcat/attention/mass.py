@@ -3,7 +3,7 @@
 import torch
 
 from kvcat.attention.chunks import exp_below, score_chunks
-from kvcat.chunks import rows_per_chunk
+from kvcat.memory import rows_per_chunk
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LOG_ROWS = 64  # products of few rows skip more of the later keys

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcat.cache.heads import HeadGrid
-from kvcat.choices import NUM_FIRST
+from kvcat.options import NUM_FIRST
 from kvcat.types import Int, Tensor
 
 FirstIds = tuple[tuple[int, ...], ...]

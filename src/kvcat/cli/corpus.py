@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.errors import InputError
 from kvcat.settings import CacheSettings
 

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError

@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kvcat.chunks import CPU_CACHE_ELEMENTS, DEVICE_ELEMENTS, rows_per_chunk
 from kvcat.errors import check_least
 from kvcat.losses.head import OutputHead
+from kvcat.memory import CPU_CACHE_ELEMENTS, DEVICE_ELEMENTS, rows_per_chunk
 from kvcat.types import Float, Int, Tensor
 
 _CHUNK_TOKENS = 1024

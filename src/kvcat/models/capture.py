@@ -26,8 +26,8 @@ from kvcat.cache import (
     held_factors,
     rope_factors,
 )
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.errors import InputError, check_least
+from kvcat.memory import CHUNK_TOKENS
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 

@@ -16,10 +16,10 @@ from kvcat.cache import (
     first_ids,
 )
 from kvcat.cache.ranges import Range
-from kvcat.choices import NUM_FIRST
 from kvcat.compress.prefix import clipped
 from kvcat.compress.trace import LayerTrace, Past, PastQueries, Trace, TracedText
 from kvcat.models import capture, frozen
+from kvcat.options import NUM_FIRST
 from kvcat.types import Float, Int, Tensor
 
 
