@@ -118,7 +118,7 @@ def typed_fields(hints: Mapping[str, Any], content: Any, name: object) -> dict[s
     """
     if not isinstance(content, Mapping):
         raise InputError(
-            f"{name} is damaged: {str(content)[:80]!r} is no table of {', '.join(hints)}"
+            f"{name} is damaged: {str(content)[:80]!r} is not a table of {', '.join(hints)}"
         )
     for entry in [*hints, *content]:
         if entry not in content or entry not in hints:

@@ -68,7 +68,7 @@ class CacheSettings:
             number = getattr(self, name)
             if number is not None:
                 check_least(smallest, **{name: number})
-                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
+                object.__setattr__(self, name, int(number))  # JSON does not take numpy's numbers
         check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
         check_one_of("bits", self.bits, get_args(CacheBits))
         name, options = parse_spec(self.method)

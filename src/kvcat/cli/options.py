@@ -224,7 +224,7 @@ def _mistake(flags: Sequence[str], event: events.ParseErrorEvent) -> str:
 
 
 def _unknown(flags: Sequence[str], words: Sequence[str]) -> str:
-    """Words that are no arguments, with the options that were probably meant."""
+    """Words that are not arguments, with the options that were probably meant."""
     hints = [did_you_mean(_flag_of(word), flags) for word in words if word.startswith("-")]
     return f"{' '.join(words)}{''.join(dict.fromkeys(hints))}"
 

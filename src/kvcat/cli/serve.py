@@ -217,7 +217,7 @@ def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
     elif command == "/save" and argument:
         _save(Path(argument.strip()).expanduser(), conversation, saved)
     else:
-        raise InputError(f"{line.strip()[:40]} is no command: {_HELP}")
+        raise InputError(f"{line.strip()[:40]} is not a command: {_HELP}")
 
 
 def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:
