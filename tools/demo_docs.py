@@ -12,8 +12,8 @@ import textwrap
 from datetime import date
 from pathlib import Path
 
-from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
 from kvcat.report import Results, read_results, write_report
+from kvcat.report.verdicts import compression_verdicts, training_verdicts
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "demo"

@@ -233,7 +233,7 @@ def check_sums(folder: Path, *, leave_out: str = "") -> None:
     for line in read_text(sums).splitlines():
         match = _SUM.fullmatch(line)
         if match is None:
-            raise InputError(f"{sums} is damaged: {line[:80]!r} is no checksum of a file")
+            raise InputError(f"{sums} is damaged: {line[:80]!r} is not the checksum of a file")
         file = folder / match[2]
         if leave_out and file.match(leave_out):
             continue

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from kvcat.choices import Bos as BosChoice
-from kvcat.choices import DocumentSupervision
+from kvcat.options import Bos as BosChoice
+from kvcat.options import DocumentSupervision
 
 T = TypeVar("T")
 
@@ -82,7 +82,7 @@ SeamTokens = Annotated[
     int,
     tyro.conf.arg(
         help="With several caches: first tokens of every later document that are encoded again "
-        "behind the documents before it, 0 to 16."
+        "after the documents before it, 0 to 16."
     ),
 ]
 Fractions = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Fraction, ...], _group(Fraction)], ...]]

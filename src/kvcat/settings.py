@@ -8,7 +8,6 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from kvcat.choices import DocumentSupervision
 from kvcat.errors import InputError, check_least, check_one_of, finite
 from kvcat.option_types import (
     CacheBits,
@@ -21,7 +20,7 @@ from kvcat.option_types import (
     Supervision,
     Unset,
 )
-from kvcat.options import parse_spec
+from kvcat.options import DocumentSupervision, parse_spec
 
 DEFAULT_KEEP = 0.2
 """Fraction of the slots that is kept if no size is given."""
@@ -69,7 +68,7 @@ class CacheSettings:
             number = getattr(self, name)
             if number is not None:
                 check_least(smallest, **{name: number})
-                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
+                object.__setattr__(self, name, int(number))  # JSON does not take numpy's numbers
         check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
         check_one_of("bits", self.bits, get_args(CacheBits))
         name, options = parse_spec(self.method)

@@ -99,7 +99,7 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
     assert kvcat(*words) == 0
     said = capsys.readouterr()
-    assert "/nonsense is no command" in said.err
+    assert "/nonsense is not a command" in said.err
     assert "exists: name a new file" in said.err
     assert other.read_bytes() == b""
     messages = json.loads(saved.read_text())["messages"]

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvcat.cli import app
 from kvcat.cli.app import commands, run
-from kvcat.cli.options import Fractions, Strings, flat, parse
+from kvcat.cli.options import parse
+from kvcat.option_types import Fractions, Strings, flat
 
 
 def test_the_overview_imports_nothing_heavy():

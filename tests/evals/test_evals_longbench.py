@@ -195,7 +195,7 @@ def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share
     ("rows", "domains", "said"),
     [
         ([row(0), {"_id": "x"}], None, "row 2 of .*a.jsonl has no text 'sub_domain'"),
-        ([row(0, answer="E")], None, "row 1 of .*a.jsonl: answer 'E' is none of A, B, C, D"),
+        ([row(0, answer="E")], None, "row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D"),
         ([row(0), row(1), row(0)], None, "row 3 of .*a.jsonl has the _id 'id0' of an earlier row"),
         ([row(2)], ["Legal"], "a.jsonl has no row of sub-domain Legal; it has Literary"),
     ],

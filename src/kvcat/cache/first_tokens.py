@@ -1,7 +1,7 @@
 """What a compact cache records about the tokens of its document.
 
 ``compose`` encodes the first tokens again behind another document. It needs their ids, and which
-slots represent them. Layers in ordinary numbers know the positions of their slots. Layers in few
+slots represent them. Unquantised layers know the positions of their slots. Layers in few
 bits do not, so that their caches record which of the first tokens have a slot. A hash of all tokens
 shows whether other tokens are those of the same document.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcat.cache.heads import HeadGrid
-from kvcat.choices import NUM_FIRST
+from kvcat.options import NUM_FIRST
 from kvcat.types import Int, Tensor
 
 FirstIds = tuple[tuple[int, ...], ...]

@@ -78,7 +78,7 @@ class PrefixLayer(CacheLayerMixin):
         return self.log_bias is not None or self.ragged is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots are there from the start."""
+        """Does nothing: the slots exist from the start."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs
@@ -96,6 +96,7 @@ class PrefixLayer(CacheLayerMixin):
         values = torch.cat([earlier_values, value_states], dim=-2)
         log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
         rows = _repeated(self.rows, batch)
+        # a read-only prefix is trained: its keys are parameters, and no step may add tokens to them
         if not self.read_only:
             self.keys = keys
             self.values = values
@@ -123,6 +124,8 @@ class PrefixLayer(CacheLayerMixin):
             raise InputError(
                 "the slots of a compact cache did not reach attention: this model is not supported"
             )
+        # attention takes what the last keys carried; if it did not, the model copied the keys, and
+        # answers would lack the slots without an error
         self._sent = carried
         return keys if carried is None else attach(keys, carried)
 
@@ -132,6 +135,8 @@ class PrefixLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys, and the position of the first one in the mask."""
+        # transformers masks by position: the last slot is at num_tokens - 1, and so the first at
+        # num_tokens - max_slots, whatever tokens they represent
         return self.max_slots + self.num_new + query_length, self.num_tokens - self.max_slots
 
     def get_max_length(self) -> int:
@@ -162,6 +167,7 @@ class PrefixLayer(CacheLayerMixin):
                 f"the cache holds {length} tokens, the first {self.num_tokens} of them in a "
                 f"compact prefix: it cannot be cut to {length + change}"
             )
+        # slots come first among the keys, and are never cut
         stop = self.keys.shape[-2] + change
         self.keys = self.keys[..., :stop, :]
         self.values = self.values[..., :stop, :]
@@ -285,7 +291,7 @@ def recurrent_layers(config: Any) -> list[int]:
 
 
 def state_layers(config: Any, num_tokens: int) -> list[int]:
-    """The layers whose state is kept whole behind a text of ``num_tokens`` tokens.
+    """The layers whose state after a text is not compressed, for a text of ``num_tokens`` tokens.
 
     These are the layers with a recurrent state or with a sliding window shorter than the text.
     """

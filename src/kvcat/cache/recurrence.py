@@ -94,6 +94,7 @@ def _continued(
     num_tokens = hidden_states.shape[1]
     is_token = None if mask is None else mask.unsqueeze(-1).to(hidden_states.dtype)
     if is_token is not None:
+        # padding must not enter the convolution, nor, below, the state
         hidden_states = hidden_states * is_token
     # both (batch, channels, tokens)
     inner, gate = mixer.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
@@ -107,6 +108,7 @@ def _continued(
         convolution.bias,
         groups=convolution.groups,
     )
+    # the outputs of the new tokens: the first ones belong to earlier tokens
     inputs = mixer.act(convolved[:, :, -num_tokens:]).to(inner.dtype).transpose(1, 2)
     if is_token is not None:
         inputs = inputs * is_token
@@ -122,6 +124,7 @@ def _continued(
     before = past.layers[mixer.layer_idx].recurrent_states[0]
     state = at_least_float32(before)
     outputs = []
+    # one token after another: the fused scan of transformers starts from a state of zeros
     for token in range(num_tokens):
         step = steps[:, token, :, None]  # (batch, channels, 1)
         added = step * wide_inputs[:, token, :, None] * to_state[:, token, None]

@@ -159,6 +159,7 @@ def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) ->
     buffer = getattr(module, name)
     kinds = module.rope_type
     setattr(module, name, buffer.clone())
+    # with this type the module's forward leaves its frequencies alone
     module.rope_type = "default" if layer_type is None else {**kinds, layer_type: "default"}
 
     def restore() -> None:
@@ -176,6 +177,7 @@ def _can_hold(module: nn.Module, layer_type: str | None, factors: Factors, borde
     """
     near = [0, 1, 2]
     far = [*near, border]
+    # transformers chooses the set by the largest position of a forward
     expected = _cosines(module, layer_type, far if factors == "long" else near)[:, :3]
     restore = _hold(module, layer_type, factors, border)
     alone = _cosines(module, layer_type, near)

@@ -3,7 +3,7 @@ state.
 
 A layer with a sliding window reads only its last tokens, and a layer of linear attention, a state
 space or a short convolution has a state of fixed size. Such states do not grow with the text. They
-are kept whole behind a compact prefix.
+are not compressed.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
@@ -64,6 +64,7 @@ class LayerState:
         """
         tensors = {}
         for name, tensor in self.tensors.items():
+            # recurrent sums are float32 in some models of 16 bits: rounding them would add up
             wanted = None if name.startswith("recurrent") else dtype
             tensors[name] = in_dtype(name, tensor.to(device=device), wanted)
         return LayerState(tensors)
@@ -94,7 +95,7 @@ class LayerState:
 
 
 class WindowState(DynamicSlidingWindowLayer):
-    """A sliding window behind a compact prefix, as one layer of a transformers cache.
+    """A sliding window after a compact prefix, as one layer of a transformers cache.
 
     Args:
         state: the last tokens of the prefix.
@@ -116,6 +117,7 @@ class WindowState(DynamicSlidingWindowLayer):
         self.values: Tensor = self.state.tensors["values"]
         self.dtype = self.keys.dtype
         self.device = self.keys.device
+        # positions continue after the whole prefix, of which the window holds the end alone
         self.cumulative_length = self.num_tokens
         self.is_initialized = True
 
@@ -133,7 +135,7 @@ class WindowState(DynamicSlidingWindowLayer):
 
 
 class RecurrentState(LinearAttentionLayer):
-    """A recurrent state behind a compact prefix, as one layer of a transformers cache.
+    """A recurrent state after a compact prefix, as one layer of a transformers cache.
 
     Args:
         state: after the prefix.
@@ -150,6 +152,7 @@ class RecurrentState(LinearAttentionLayer):
         """Return to the state after the prefix."""
         for name, tensor in self.state.tensors.items():
             kind, number = name.partition(".")[0], _number(name)
+            # a clone, because models update these tensors in place
             getattr(self, f"{kind}_states")[number] = tensor.clone()
             getattr(self, f"is_{kind}_states_initialized")[number] = True
             self.has_previous_state[number] = True

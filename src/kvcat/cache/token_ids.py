@@ -21,7 +21,7 @@ def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens
     rows = weight.shape[0]
     lowest, highest = (int(bound) for bound in input_ids.aminmax())
     if lowest < 0:
-        raise InputError(f"token {lowest} is no token: ids are from 0 to {rows - 1}")
+        raise InputError(f"token {lowest} does not exist: ids are from 0 to {rows - 1}")
     if highest >= rows:
         raise InputError(
             f"token {highest} has no embedding: {type(model).__name__} has {rows} "

@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcat.choices import NUM_FIRST, SEAM_TOKENS
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import check_new_folder, write_sums, write_text
+from kvcat.options import NUM_FIRST, SEAM_TOKENS
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -113,7 +114,7 @@ def pack(
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
     files = check_caches(cache, seam_tokens=seam_tokens)
-    opt.check_output(output, overwrite=overwrite, sources=[*files, model])
+    check_output(output, overwrite=overwrite, sources=[*files, model])
     early.check_device(device)
     early.check_model(model)
 
@@ -173,7 +174,7 @@ def widen(
     if dtype is not None and is_gguf:
         raise InputError(f"--dtype is for a folder, and {output} is a .gguf file: give --gguf-type")
     if is_gguf:
-        opt.check_output(output, overwrite=overwrite, sources=[model])
+        check_output(output, overwrite=overwrite, sources=[model])
     else:
         check_new_folder(output)
     early.check_model(model)

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 import tyro
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import read_text
 from kvcat.settings import DocumentSettings
@@ -56,7 +57,7 @@ def compress(
         if passage not in document:
             raise InputError(f"the text of {protect_text} is not in the document")
         settings = replace(settings, passages=(passage,))
-    opt.check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
+    check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
     early.check_method(settings.method)
     early.check_device(device)
     early.check_model(model)
@@ -72,7 +73,7 @@ def compress(
     )
     from kvcat.models import load_tokenizer, read_config
 
-    opt.check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
+    check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
     compressor = document_compressor(settings)
     tokenizer = load_tokenizer(model)
     config = read_config(model)

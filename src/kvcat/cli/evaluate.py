@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import labelled
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ def run_evaluation(options: "Evaluation") -> None:
     early.check_device(options.device)
     for spec in options.method_specs():
         early.check_method(spec)
-    models = opt.labelled(options.models)
+    models = labelled(options.models)
     for folder in models.values():
         early.check_model(folder)
     process = int(os.environ.get("RANK", 0))

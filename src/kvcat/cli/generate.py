@@ -4,11 +4,11 @@ import dataclasses
 import json as json_module
 import sys
 
-from kvcat.choices import SEAM_TOKENS
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.errors import InputError
+from kvcat.options import SEAM_TOKENS
 from kvcat.text.encoder import check_text
 
 _MOST_TOKENS = 64

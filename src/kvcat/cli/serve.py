@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError
@@ -217,7 +217,7 @@ def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
     elif command == "/save" and argument:
         _save(Path(argument.strip()).expanduser(), conversation, saved)
     else:
-        raise InputError(f"{line.strip()[:40]} is no command: {_HELP}")
+        raise InputError(f"{line.strip()[:40]} is not a command: {_HELP}")
 
 
 def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:

@@ -12,12 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcat.attention import check_not_wrapped
 from kvcat.cache import CacheRecord, CompactCache
 from kvcat.cache.ranges import Range
-from kvcat.choices import DocumentSupervision
 from kvcat.compress.parts import num_parts, num_positions_in_parts, trace_in_parts
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError, check_kind, check_one_of
 from kvcat.models import positions_of
+from kvcat.options import DocumentSupervision
 from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
 from kvcat.text.template import ChatTemplate, chat_parts
 from kvcat.types import Int, Tensor

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcat.attention.chunks import exp_below
-from kvcat.chunks import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.compress.attended import Attended, PastAttention
+from kvcat.memory import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.types import Float, Int, Tensor
 
 _LEAST_SHARE = 1e-6

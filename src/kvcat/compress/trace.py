@@ -17,10 +17,10 @@ from kvcat.cache import (
     first_ids,
 )
 from kvcat.cache.ranges import Range, slot_positions
-from kvcat.choices import Supervision
 from kvcat.compress.query_set import QuerySet
 from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
+from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096

@@ -20,8 +20,6 @@ from kvcat.cache import (
     rope_factors,
     state_layers,
 )
-from kvcat.choices import Supervision
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import (
     LayerTrace,
     Past,
@@ -31,8 +29,9 @@ from kvcat.compress.trace import (
     sampled_positions,
 )
 from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
-from kvcat.memory import return_freed_memory
+from kvcat.memory import CHUNK_TOKENS, return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
+from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 _TAIL = 32  # number of last prefix positions whose queries are always kept

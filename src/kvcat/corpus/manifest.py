@@ -224,4 +224,4 @@ def journal_rows(storage: Storage, name: str) -> list[Row]:
     try:
         return [Row.of(record) for record in records]
     except ValueError as error:
-        raise InputError(f"{path} is damaged: a line is no row: {one_line(error)}") from None
+        raise InputError(f"{path} is damaged: a line is not a row: {one_line(error)}") from None

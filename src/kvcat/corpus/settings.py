@@ -74,7 +74,7 @@ class CorpusSettings(CacheSettings):
         return values
 
     def check_budgets(self) -> None:
-        """Raise an ``InputError`` if a file of budgets is no longer what it was."""
+        """Raise an ``InputError`` if a file of budgets has changed."""
         if budget_digests(self.method) != self.budgets:
             files = ", ".join(budget_files(self.method))
             raise InputError(

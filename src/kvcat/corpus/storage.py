@@ -147,7 +147,7 @@ class LocalStorage(Storage):
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         if not folder.is_dir():
-            raise InputError(f"store {self.root}: {folder} is no folder")
+            raise InputError(f"store {self.root}: {folder} is not a folder")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise InputError(f"store {self.root}: no permission to write to {folder}")
 

@@ -21,7 +21,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 import kvcat
-from kvcat.choices import Bos
 from kvcat.data.documents import (
     INSTALLED,
     READ_WHOLE,
@@ -44,7 +43,7 @@ from kvcat.files import (
     write_json,
 )
 from kvcat.hub import HUB_PREFIX
-from kvcat.options import typed_fields
+from kvcat.options import Bos, typed_fields
 from kvcat.types import Int
 
 FORMAT = "kvcat tokens"

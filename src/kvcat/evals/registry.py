@@ -20,7 +20,7 @@ def evaluation_names() -> list[str]:
 
 
 def find_evaluation(name: str) -> type[Evaluation]:
-    """The evaluation with a name; its metrics are added to ``METRICS``.
+    """Loads an evaluation and registers its metrics.
 
     Raises:
         InputError: the name is unknown, or the evaluation cannot be loaded or is incomplete.

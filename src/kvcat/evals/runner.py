@@ -52,7 +52,7 @@ class _Job:
     budgets: str = ""  # content of the method's files of budgets when the run began
 
     def check_budgets(self) -> None:
-        """Raise an ``InputError`` if a file of budgets is no longer what it was."""
+        """Raise an ``InputError`` if a file of budgets has changed."""
         if _budgets_of_options(self.options) != self.budgets:
             raise InputError(
                 f"the file of budgets of {self.name} changed during the run: results of one folder "

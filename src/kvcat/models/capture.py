@@ -26,8 +26,8 @@ from kvcat.cache import (
     held_factors,
     rope_factors,
 )
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.errors import InputError, check_least
+from kvcat.memory import CHUNK_TOKENS
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -137,6 +137,7 @@ def capture(
             options = {"use_cache": past is not None, "kv_record": recording.record}
             options.update(cache_argument(past))
             states = hidden_states(model, input_ids=chunk, **options)
+            # a slice would keep the states of the whole chunk in memory
             hidden.append(states[:, max(0, hidden_start - start) :].clone())
     return recording.result(hidden)
 
@@ -241,6 +242,7 @@ class _Recording:
             if not self._is_own_forward() or before is None or not args or args[0] is not before:
                 return
             self.attention_output = None
+            # clamped: an attention output of zeros has no direction to enlarge
             size = before.float().square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
             self.enlargements[number].append(output.float().square().sum(-1) / size)
 

@@ -175,7 +175,7 @@ def _check_size(header: _Header, key: str) -> None:
     kinds = (int, float) if key in _FRACTIONS else (int,)
     is_size = type(value) in kinds and math.isfinite(value)
     if not is_size or value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
-        raise header.rejection(key, "which is no size")
+        raise header.rejection(key, "which is not a size")
 
 
 def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig) -> None:
@@ -213,7 +213,7 @@ def _read_header(path: Path) -> _Header:
         raise InputError(f"cannot load {path}: {one_line(error)}") from error
     architecture = str(metadata.get("general.architecture"))
     if metadata.get("general.type", "model") != "model":
-        raise InputError(f"{path} is no model: its general.type is {metadata['general.type']!r}")
+        raise InputError(f"{path} is not a model: its general.type is {metadata['general.type']!r}")
     if metadata.get("split.count", 1) > 1:
         raise InputError(
             f"{path} is one of {metadata['split.count']} parts: "

@@ -256,7 +256,7 @@ def _check_config(path: Path) -> None:
         check_gguf_reader(path)
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise InputError(f"{path} is no GGUF file")
+                raise InputError(f"{path} is not a GGUF file")
         return
     path = path / "config.json"
     fields = read_json(path)
@@ -271,7 +271,7 @@ def _check_config(path: Path) -> None:
         if "auto_map" in fields:
             hint = " (it needs code from its folder, which is never run)"
         raise InputError(
-            f"{name} (model_type {model_type!r}) in {path} is no causal LM that transformers "
+            f"{name} (model_type {model_type!r}) in {path} is not a causal LM that transformers "
             f"knows{hint}"
         )
 

@@ -11,8 +11,8 @@ from kvcat.evals.evaluations.suffix import SuffixTask, make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
-from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
 from kvcat.report import Results, overview_text, read_results, write_report
+from kvcat.report.verdicts import compression_verdicts, training_verdicts
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 

@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from kvcat.choices import Bos
 from kvcat.errors import InputError
+from kvcat.options import Bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

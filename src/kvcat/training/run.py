@@ -85,7 +85,7 @@ class Run:
         try:
             yield run
         except (InputError, OSError):
-            checkpoints.wait()  # a mistake does not cut a checkpoint short
+            checkpoints.wait()  # let a checkpoint in progress finish before the error ends the run
             raise
         finally:
             log.close()

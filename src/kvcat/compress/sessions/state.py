@@ -16,11 +16,11 @@ from kvcat.cache import (
     first_ids,
 )
 from kvcat.cache.ranges import Range
-from kvcat.choices import NUM_FIRST
 from kvcat.compress.prefix import clipped
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import LayerTrace, Past, Trace, TracedText
 from kvcat.models import capture, frozen
+from kvcat.options import NUM_FIRST
 from kvcat.types import Float, Int, Tensor
 
 

@@ -198,7 +198,7 @@ def _example(row: Any, where: str) -> LongBenchExample:
             raise InputError(f"{where} has no text {column!r}")
         texts[column] = text.strip()
     if texts["answer"] not in LETTERS:
-        raise InputError(f"{where}: answer {row['answer']!r} is none of A, B, C, D")
+        raise InputError(f"{where}: answer {row['answer']!r} is not one of A, B, C, D")
     a, b, c, d = (texts[column] for column in _CHOICES)
     return LongBenchExample(
         document=hashlib.sha256(texts["context"].encode()).hexdigest()[:16],

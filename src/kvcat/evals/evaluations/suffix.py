@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, get_args
 
 import numpy as np
 
-from kvcat.choices import SuffixSupervision
 from kvcat.errors import InputError, check_least, check_one_of
 from kvcat.evals.evaluation import CompressingEvaluation, PaperFigures, ReportFacts
 from kvcat.evals.task import (
@@ -23,6 +22,7 @@ from kvcat.evals.task import (
     vocabulary,
 )
 from kvcat.option_types import Bos, Count, Split, Strings
+from kvcat.options import SuffixSupervision
 from kvcat.stats.metrics import Metric
 from kvcat.text.encoder import TextEncoder, opening_ids
 

@@ -228,7 +228,7 @@ def fits_a_schema(call: Any, schemas: Mapping[str, Mapping[str, Any]]) -> bool:
 
 
 def _fits(argument: Any, kind: Mapping[str, Any]) -> bool:
-    """Whether an argument has the type of its schema; true and false are no integers."""
+    """Whether an argument has the type of its schema; true and false are not integers."""
     types = {"string": str, "integer": int, "boolean": bool}
     if type(argument) is not types[kind["type"]]:
         return False
