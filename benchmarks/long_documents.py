@@ -169,7 +169,7 @@ def compressed(trace: Trace, method: str, keep: float) -> CompactCache:
         return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.record)
     if method == ONE_FIT:
         in_parts = Prefix.parts
-        Prefix.parts = lambda prefix: [prefix]
+        Prefix.parts = lambda prefix, _: [prefix]
         try:
             return AttentionMatching()(trace, keep_ratio=keep)
         finally:

@@ -7,6 +7,7 @@ repeats. Each part's repetition begins right after the text, and its queries alo
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from kvcat.attention.mass import log_mass
 from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
+from kvcat.compress.rows import Rows
 from kvcat.compress.trace import Reconstruction, Trace, TracedText
 from kvcat.compress.tracing import read, split_layers
 from kvcat.memory import return_freed_memory
@@ -145,13 +147,16 @@ def _repeated(
         places = torch.arange(stop - start)
         is_fitted = places % stride == 0
         order = torch.cat([places[is_fitted], places[~is_fitted]])
+        states: list[Any] = captured.queries
+        if count > 1:
+            states = [Rows.of(queries) for queries in states]
         yield QuerySet(
-            states=captured.queries,
+            states=states,
             positions=trace.prefix_len + last_seen[order],
             weights=torch.ones(stop - start),
             log_elsewhere=[mass[:, :, order] for mass in masses],
             num_fitted=int(is_fitted.sum()),
             boost=stride**0.5,
             rows=order,
-            part=(start + num_opening if start else 0, stop + num_opening),
+            repeated=num_opening + start + order,
         )
