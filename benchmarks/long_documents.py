@@ -190,8 +190,8 @@ def quality(
         for name, _ in document.facts
     ]
     answers = greedy_answers(model, cache, questions, DIGITS + 2)
-    told = [document.tokenizer.decode(tokens) for tokens in answers]
-    pairs = zip(told, document.facts, strict=True)
+    texts = [document.tokenizer.decode(tokens) for tokens in answers]
+    pairs = zip(texts, document.facts, strict=True)
     return {
         "kl": float(torch.as_tensor(kl).mean()),
         "right": [right(answer, code) for answer, (_, code) in pairs],

@@ -1,8 +1,11 @@
-"""Memory that the C library holds for this process."""
+"""Memory of this process: what the C library holds, and the most that a block needs."""
 
 import ctypes
 import errno
 import sys
+from pathlib import Path
+
+import torch
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -25,3 +28,43 @@ def return_freed_memory() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # musl has none
     if trim is not None:
         trim(0)
+
+
+class PeakMemory:
+    """The most memory that a process held since this was made, over what it held then.
+
+    Memory of the GPU, where the work is on one; else the resident memory, which only Linux reports.
+
+    Args:
+        device: of the work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._before: int | None = None
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            self._before = torch.cuda.memory_allocated(device)
+        elif sys.platform.startswith("linux"):
+            return_freed_memory()
+            try:
+                Path("/proc/self/clear_refs").write_text("5")  # sets the peak to the present size
+            except OSError:  # a system that does not allow it
+                return
+            self._before = _resident_peak()
+
+    def bytes(self) -> int | None:
+        """The bytes so far; None if the system does not report them."""
+        if self._before is None:
+            return None
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device) - self._before
+        return _resident_peak() - self._before
+
+
+def _resident_peak() -> int:
+    """The largest resident memory of this process on Linux."""
+    (line,) = (
+        line for line in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in line
+    )
+    return 1024 * int(line.split()[1])

@@ -68,10 +68,10 @@ def test_the_queries_of_a_part_are_those_of_a_stock_forward_of_text_and_part(
 
 def test_a_text_of_one_part_gives_the_cache_of_one_repetition(double, sequence):
     one = trace(double, sequence)
-    part = trace_in_parts(double, sequence)
+    whole = trace_in_parts(double, sequence)
     for budgets in ("equal", "adaptive"):
         method = AttentionMatching(budgets=budgets)
-        caches = [method(traced, num_slots=9) for traced in (one, part)]
+        caches = [method(traced, num_slots=9) for traced in (one, whole)]
         for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
             assert torch.equal(ours.counts, theirs.counts)
             for one_row, other_row in zip(ours.heads(), theirs.heads(), strict=True):
@@ -82,15 +82,15 @@ def test_a_text_of_one_part_gives_the_cache_of_one_repetition(double, sequence):
 
 def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts):
     prefix = Prefix.of(in_parts)
-    parts = prefix.parts(24)
-    assert [(part.first_slot, part.tokens) for part in parts] == [(0, (0, 24)), (24, (24, 48))]
+    segments = prefix.parts(24)
+    assert [(each.first_slot, each.tokens) for each in segments] == [(0, (0, 24)), (24, (24, 48))]
     queries = fitted_queries(prefix, None, by_share=True)
     # every query of the text in every part
     part_queries = PartQueries.of(prefix, 2, queries, sampled=1.0)
-    of_parts = [part_queries.part(part) for part in parts]
+    of_parts = [part_queries.part(segment) for segment in segments]
     for layer, keys in enumerate(in_parts.keys):
-        for part, chosen in zip(parts, of_parts, strict=True):
-            inside = slice(*part.tokens)
+        for segment, chosen in zip(segments, of_parts, strict=True):
+            inside = slice(*segment.tokens)
             for whole, each in zip(queries, chosen, strict=True):
                 assert len(each) == len(whole)
                 assert (each.weights == whole.weights).all()
@@ -107,10 +107,10 @@ def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_repres
     queries = fitted_queries(prefix, 0.0, by_share=True)
     for sampled, stride in ((0.5, 2), (0.25, 4)):
         part_queries = PartQueries.of(prefix, 2, queries, sampled=sampled)
-        other, own = part_queries.part(prefix.parts(24)[1])
-        assert [len(other), len(own)] == [-(-23 // stride), 24]
+        other, inside = part_queries.part(prefix.parts(24)[1])
+        assert [len(other), len(inside)] == [-(-23 // stride), 24]
         assert other.weights.tolist() == pytest.approx([stride**0.5] * len(other))
-        assert (own.weights == 1).all()
+        assert (inside.weights == 1).all()
 
 
 @pytest.fixture

@@ -228,21 +228,21 @@ def share_out_parts(
             the error at all its slots.
         num_slots: average number of slots of an example's heads, of all parts together.
         sizes: numbers of slots to choose from, ascending.
-        by_head: every head gets the same number; False: slots are shared out over the heads of an
-            example and parts together.
+        by_head: every head gets the same number; False: slots are allocated to the heads of an
+            example and its parts together.
     """
     slots: list[dict[HeadIndex, int]] = [{} for _ in curves]
     sharing: dict[Hashable, list[tuple[int, HeadIndex]]] = {}
-    for part, of_part in enumerate(curves):
+    for number, of_part in enumerate(curves):
         for head in sorted(of_part):
-            sharing.setdefault(head if by_head else head[1], []).append((part, head))
+            sharing.setdefault(head if by_head else head[1], []).append((number, head))
     for units in sharing.values():
-        of_units = [curves[part][head] for part, head in units]
+        of_units = [curves[number][head] for number, head in units]
         total = num_slots * len({head for _, head in units})
-        numbers = np.arange(len(units))
-        counts = _share_out_example(of_units, sizes, numbers, total, fill_up=True)
-        for (part, head), count in zip(units, counts.tolist(), strict=True):
-            slots[part][head] = count
+        every_unit = np.arange(len(units))
+        counts = _share_out_example(of_units, sizes, every_unit, total, fill_up=True)
+        for (number, head), count in zip(units, counts.tolist(), strict=True):
+            slots[number][head] = count
     return slots
 
 

@@ -73,14 +73,16 @@ class Prefix:
         position = positions[0, 0]  # of the slots, the same in every head of every layer
         count = -(-prefix_len // most_tokens)
         edges = [number * prefix_len // count for number in range(count + 1)]
-        parts = []
+        segments = []
         for start, stop in pairwise(edges):
             slots = ((position >= start) & (position < stop)).nonzero().squeeze(1)
             if len(slots):
                 layers = [layer.at(slots) for layer in self.layers]
                 first = int(slots[0])
-                parts.append(replace(self, layers=layers, first_slot=first, tokens=(start, stop)))
-        return parts
+                segments.append(
+                    replace(self, layers=layers, first_slot=first, tokens=(start, stop))
+                )
+        return segments
 
     @property
     def num_protected(self) -> int:

@@ -243,9 +243,9 @@ class PartQueries:
         stride = max(1, round((num_parts - 1) / sampled))
         return cls(queries, [_mass_on(prefix, each) for each in queries], stride)
 
-    def part(self, part: Prefix) -> list[QuerySet]:
+    def part(self, segment: Prefix) -> list[QuerySet]:
         """The queries for a part of ``Prefix.parts``."""
-        start, stop = part.tokens
+        start, stop = segment.tokens or (0, segment.trace.prefix_len)
         chosen: list[QuerySet] = []
         for each, masses in zip(self.queries, self.of_prefix, strict=True):
             positions = each.positions if each.repeated is None else each.repeated
@@ -257,7 +257,7 @@ class PartQueries:
             some = each.selected(rows)
             weights = torch.where(is_inside[rows], 1.0, self.stride**0.5) * some.weights
             of_rows = [mass.index_select(2, rows.to(mass.device)) for mass in masses]
-            chosen.append(_with_other_parts(part, replace(some, weights=weights), of_rows))
+            chosen.append(_with_other_parts(segment, replace(some, weights=weights), of_rows))
         return chosen
 
 
@@ -273,17 +273,17 @@ def _mass_on(prefix: Prefix, queries: QuerySet) -> list[Float[Tensor, "batch hea
 
 
 def _with_other_parts(
-    part: Prefix, queries: QuerySet, of_text: Sequence[Float[Tensor, "batch heads queries"]]
+    segment: Prefix, queries: QuerySet, of_text: Sequence[Float[Tensor, "batch heads queries"]]
 ) -> QuerySet:
     """The queries for a fit of one part's slots.
 
     Args:
-        part: of the prefix.
+        segment: part of the prefix.
         queries: for a fit of the whole prefix.
         of_text: per layer, the log of each query's mass on the whole prefix.
     """
     masses = []
-    of_layers = zip(queries.log_elsewhere, of_text, _mass_on(part, queries), strict=True)
+    of_layers = zip(queries.log_elsewhere, of_text, _mass_on(segment, queries), strict=True)
     for elsewhere, of_prefix, of_part in of_layers:
         share = (of_part - of_prefix).clamp_max(-1e-6)  # rounding makes it larger than all
         of_others = of_prefix + torch.log1p(-share.exp())

@@ -164,10 +164,11 @@ class AttentionMatching(_Options):
     ) -> Iterator[list[HeadGrid]]:
         """For every size, the heads of every layer; quantised with ``bits``."""
         queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
-        parts = prefix.parts(PART_TOKENS)
+        segments = prefix.parts(PART_TOKENS)
         # few slots are soon fitted, and may be fewer than there are parts
-        if len(parts) > 1 and self._fits_parts(bits) and min(sizes) >= _LEAST_SLOTS * len(parts):
-            yield from self._fitted_parts(prefix, parts, queries, sizes)
+        enough = _LEAST_SLOTS * len(segments)
+        if len(segments) > 1 and self._fits_parts(bits) and min(sizes) >= enough:
+            yield from self._fitted_parts(prefix, segments, queries, sizes)
             return
         drawn = None
         if self.num_queries is not None:
@@ -221,22 +222,22 @@ class AttentionMatching(_Options):
     def _fitted_parts(
         self,
         prefix: Prefix,
-        parts: Sequence[Prefix],
+        segments: Sequence[Prefix],
         queries: Sequence[QuerySet],
         sizes: Sequence[int],
     ) -> Iterator[list[HeadGrid]]:
         """As ``_fitted_heads``, part by part, so that the cost is linear in the number of parts.
 
-        Slots are shared out over the heads of all parts together. Of each part's attention only the
+        Slots are allocated to the heads of all parts together. Of each part's attention only the
         order of the slots is kept, and the rest is computed again.
         """
-        part_queries = PartQueries.of(prefix, len(parts), queries, sampled=_SAMPLED)
-        longest = max(part.max_slots for part in parts)
-        choices = [slot_sizes(size / len(parts), longest) for size in sizes]
+        part_queries = PartQueries.of(prefix, len(segments), queries, sampled=_SAMPLED)
+        longest = max(segment.max_slots for segment in segments)
+        choices = [slot_sizes(size / len(segments), longest) for size in sizes]
         curves: list[dict[HeadIndex, Curve]] = []
         orders: list[dict[HeadIndex, Tensor]] = []
-        for number, part in enumerate(parts, start=1):
-            heads = Heads(part, part_queries.part(part), None, self.group_elements)
+        for number, segment in enumerate(segments, start=1):
+            heads = Heads(segment, part_queries.part(segment), None, self.group_elements)
             groups = _with_progress(heads.groups_for_scores(), f"attention of part {number}")
             dense, of_part = attention_and_curves(heads, groups, set().union(*choices))
             curves.append(of_part)
@@ -244,8 +245,8 @@ class AttentionMatching(_Options):
         for size, choice in zip(sizes, choices, strict=True):
             fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
             shared = share_out_parts(curves, size, choice, by_head=self.budgets == "equal")
-            for part, order, slots_of_heads in zip(parts, orders, shared, strict=True):
-                heads = Heads(part, part_queries.part(part), None, self.group_elements)
+            for segment, order, slots_of_heads in zip(segments, orders, shared, strict=True):
+                heads = Heads(segment, part_queries.part(segment), None, self.group_elements)
 
                 def attention_of(
                     batch: HeadBatch, group: list[HeadIndex], order: dict[HeadIndex, Tensor] = order
@@ -255,7 +256,7 @@ class AttentionMatching(_Options):
 
                 for head, fit in self._fit_heads(heads, slots_of_heads, attention_of).items():
                     positions: Tensor = fit.positions  # type: ignore[assignment]
-                    in_prefix = positions + part.first_slot
+                    in_prefix = positions + segment.first_slot
                     fits[head].append(replace(fit, positions=in_prefix))
             joined = {head: HeadSlots.joined(pieces) for head, pieces in fits.items()}
             yield [
