@@ -169,7 +169,7 @@ def compressed(trace: Trace, method: str, keep: float) -> CompactCache:
         return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.record)
     if method == ONE_FIT:
         in_parts = Prefix.parts
-        Prefix.parts = lambda prefix: [prefix]
+        Prefix.parts = lambda prefix, _: [prefix]
         try:
             return AttentionMatching()(trace, keep_ratio=keep)
         finally:
@@ -190,8 +190,8 @@ def quality(
         for name, _ in document.facts
     ]
     answers = greedy_answers(model, cache, questions, DIGITS + 2)
-    told = [document.tokenizer.decode(tokens) for tokens in answers]
-    pairs = zip(told, document.facts, strict=True)
+    texts = [document.tokenizer.decode(tokens) for tokens in answers]
+    pairs = zip(texts, document.facts, strict=True)
     return {
         "kl": float(torch.as_tensor(kl).mean()),
         "right": [right(answer, code) for answer, (_, code) in pairs],

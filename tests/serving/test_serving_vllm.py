@@ -62,7 +62,9 @@ class World:
             self.caches[f"doc{number}"] = kvcat.AttentionMatching()(document, num_slots=7)
         for name, cache in self.caches.items():
             cache.save(self.folder / f"{name}.safetensors")
-        other = make_model("qwen2", {**sizes, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}})
+        other = make_model(
+            "qwen2", {**sizes, "rope_parameters": {"rope_theta": 5e3, "rope_type": "default"}}
+        )
         evicted(other, ids(1, 90)).save(self.folder / "foreign.safetensors")
         self.cache(5, 88).save(self.folder / "large.safetensors")
         evicted(self.model, ids(2, 90), 5).save(self.folder / "two.safetensors")
@@ -154,7 +156,9 @@ class World:
     def ask_all(self, asked):
         """The answers to many requests at once."""
         with ThreadPoolExecutor(len(asked)) as pool:
-            return list(pool.map(lambda one: self.ask(*one[:2], **(one[2] if len(one) > 2 else {})), asked))
+            return list(
+                pool.map(lambda one: self.ask(*one[:2], **(one[2] if len(one) > 2 else {})), asked)
+            )
 
     def wanted(self, tokens, name=None, num_new=NEW):
         """The greedy answer of transformers with kvcat."""
@@ -300,9 +304,7 @@ def test_a_request_with_several_documents_is_answered_as_by_kvcat_compose(world)
     names = ["doc1", "doc0", "doc2"]
     composed = kvcat.compose(world.model, [world.caches[name] for name in names], seam_tokens=0)
     answers = {text: world.ask(text, names) for text in QUESTIONS}
-    assert answers == {
-        text: world.wanted(world.tokens(text), composed) for text in QUESTIONS
-    }
+    assert answers == {text: world.wanted(world.tokens(text), composed) for text in QUESTIONS}
     assert world.ask(QUESTIONS[0], names[::-1]) != answers[QUESTIONS[0]]
     assert "document 2 opens a turn" in world.ask("the cat", ["doc0", "chat"])[1]
     assert "no document 'gone'" in world.ask("the cat", ["doc0", "gone"])[1]
@@ -346,7 +348,8 @@ def test_a_killed_server_starts_again_with_two_workers_and_answers_the_same(worl
     for (text, name), answer in zip(asked, world.ask_all(asked), strict=True):
         assert answer == world.answer(text, name), (text, name)
     total = sum(
-        2 * 32 * 4 * int(layer.counts.sum()) + (4 * int(layer.counts.sum()) if cache.has_log_bias else 0)
+        2 * 32 * 4 * int(layer.counts.sum())
+        + (4 * int(layer.counts.sum()) if cache.has_log_bias else 0)
         for cache in world.caches.values()
         for layer in cache.layers
     )

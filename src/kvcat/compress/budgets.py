@@ -1,6 +1,6 @@
 """Allocation of slots to heads under a total budget."""
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -215,31 +215,34 @@ def share_out(
 
 
 def share_out_parts(
-    curves: Sequence[Mapping[HeadIndex, Curve]], num_slots: int, sizes: list[int]
+    curves: Sequence[Mapping[HeadIndex, Curve]],
+    num_slots: int,
+    sizes: list[int],
+    *,
+    by_head: bool,
 ) -> list[dict[HeadIndex, int]]:
-    """The number of slots of every head in every part, chosen so that each example's total error is
-    small.
+    """The number of slots of every head in every part, chosen so that the total error is small.
 
     Args:
         curves: of every part, by head, the error at each of the sizes; for a head with fewer slots,
             the error at all its slots.
         num_slots: average number of slots of an example's heads, of all parts together.
         sizes: numbers of slots to choose from, ascending.
+        by_head: every head gets the same number; False: slots are allocated to the heads of an
+            example and its parts together.
     """
     slots: list[dict[HeadIndex, int]] = [{} for _ in curves]
-    for example in sorted({example for _, example, _ in curves[0]}):
-        units = [
-            (part, head)
-            for part, of_part in enumerate(curves)
-            for head in sorted(of_part)
-            if head[1] == example
-        ]
-        of_units = [curves[part][head] for part, head in units]
+    sharing: dict[Hashable, list[tuple[int, HeadIndex]]] = {}
+    for number, of_part in enumerate(curves):
+        for head in sorted(of_part):
+            sharing.setdefault(head if by_head else head[1], []).append((number, head))
+    for units in sharing.values():
+        of_units = [curves[number][head] for number, head in units]
         total = num_slots * len({head for _, head in units})
-        numbers = np.arange(len(units))
-        counts = _share_out_example(of_units, sizes, numbers, total, fill_up=True)
-        for (part, head), count in zip(units, counts.tolist(), strict=True):
-            slots[part][head] = count
+        every_unit = np.arange(len(units))
+        counts = _share_out_example(of_units, sizes, every_unit, total, fill_up=True)
+        for (number, head), count in zip(units, counts.tolist(), strict=True):
+            slots[number][head] = count
     return slots
 
 

@@ -131,14 +131,19 @@ def read_document(
     sequence: Reconstruction,
     settings: CacheSettings,
     compressor: Compressor,
+    on_read: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """The trace of a document, or of several of equal length, for the method of the settings."""
+    """The trace of a document, or of several of equal length, for the method of the settings.
+
+    ``on_read`` is as in ``sequence_trace``.
+    """
     return sequence_trace(
         model,
         sequence,
         supervision=settings.supervision,
         room=settings.room,
         in_parts=_repeats_in_parts(settings, compressor),
+        on_read=on_read,
     )
 
 

@@ -1,7 +1,7 @@
 """Documents as token ids, plain or in a chat template, with a copy that supervises compression."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import NoneType
 from typing import get_args
@@ -156,9 +156,12 @@ def sequence_trace(
     supervision: str = "reconstruction",
     room: int | None = None,
     in_parts: bool = True,
+    on_read: Callable[[], None] = lambda: None,
 ) -> Trace:
     """The trace of one or several documents of equal length as token ids; else as
     ``document_trace``.
+
+    ``on_read`` is called when a long document was read, before it is repeated in parts.
     """
     ids = sequence.input_ids.to(model.device)
     if supervision == "self":
@@ -169,7 +172,7 @@ def sequence_trace(
     check_length(model.config, sequence, supervision, in_parts=in_parts)
     sequence = replace(sequence, input_ids=ids)
     if in_parts and num_parts(sequence, positions_of(model.config)) > 1:
-        return trace_in_parts(model, sequence, room=room)
+        return trace_in_parts(model, sequence, room=room, on_read=on_read)
     return trace(model, sequence, room=room)
 
 

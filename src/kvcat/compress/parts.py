@@ -4,9 +4,10 @@ One repetition of the whole text would need twice its positions, and would end f
 repeats. Each part's repetition begins right after the text, and its queries alone are kept.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,6 +17,7 @@ from kvcat.attention.mass import log_mass
 from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
+from kvcat.compress.rows import Rows
 from kvcat.compress.trace import Reconstruction, Trace, TracedText
 from kvcat.compress.tracing import read, split_layers
 from kvcat.memory import return_freed_memory
@@ -62,6 +64,7 @@ def trace_in_parts(
     *,
     room: int | None = None,
     part_tokens: int = PART_TOKENS,
+    on_read: Callable[[], None] = lambda: None,
 ) -> Trace:
     """The trace of texts that are read once and then repeated part by part.
 
@@ -72,6 +75,7 @@ def trace_in_parts(
         sequence: texts of equal length with the copy that supervises.
         room: as in ``trace``.
         part_tokens: most tokens of a part.
+        on_read: called when the text was read, before it is repeated.
     """
     check_not_wrapped(model)
     prefix_len = sequence.prefix_len
@@ -92,12 +96,13 @@ def trace_in_parts(
     own_positions = torch.arange(0, prefix_len, _stride(model, _OWN_PER_TOKEN))
     tail = torch.arange(max(0, prefix_len - _TAIL), prefix_len)
     trace = read(model, text, layers, torch.cat([own_positions, tail]).unique())
+    on_read()
     count = num_parts(sequence, positions, part_tokens)
     stride = 1 if count == 1 else _stride(model, _FITTED_PER_TOKEN)
     sources = list(_repeated(trace, sequence, count, stride))
-    own = own_queries(trace, _OWN_PART, _OWN_PER_TOKEN, own_positions)
-    if own is not None:
-        sources.append(own)
+    moved = own_queries(trace, _OWN_PART, _OWN_PER_TOKEN, own_positions)
+    if moved is not None:
+        sources.append(moved)
     return_freed_memory()
     return replace(trace, sources=sources)
 
@@ -145,13 +150,16 @@ def _repeated(
         places = torch.arange(stop - start)
         is_fitted = places % stride == 0
         order = torch.cat([places[is_fitted], places[~is_fitted]])
+        states: list[Any] = captured.queries
+        if count > 1:
+            states = [Rows.of(queries) for queries in states]
         yield QuerySet(
-            states=captured.queries,
+            states=states,
             positions=trace.prefix_len + last_seen[order],
             weights=torch.ones(stop - start),
             log_elsewhere=[mass[:, :, order] for mass in masses],
             num_fitted=int(is_fitted.sum()),
             boost=stride**0.5,
             rows=order,
-            part=(start + num_opening if start else 0, stop + num_opening),
+            repeated=num_opening + start + order,
         )

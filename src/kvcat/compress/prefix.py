@@ -9,6 +9,7 @@ exactly.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -31,15 +32,15 @@ class Prefix:
             a compact cache.
         protected: per layer, the slots that stay as they are, equally many in all heads, without
             log-bias; (): none are protected.
-        first_slot: index in the whole prefix of the first slot of a part.
-        part: range of tokens of a part; None: the whole prefix.
+        first_slot: index in the whole prefix of the first slot, of a part of it.
+        tokens: range of the tokens of a part; None: all.
     """
 
     trace: Trace
     layers: Sequence[CompactLayer]
     protected: Sequence[CompactLayer] = ()
     first_slot: int = 0
-    part: Range | None = None
+    tokens: Range | None = None
 
     @classmethod
     def of(cls, trace: Trace) -> "Prefix":
@@ -59,24 +60,29 @@ class Prefix:
             raise InputError("every slot of a head is protected: nothing is left to compress")
         return prefix
 
-    def parts(self) -> list["Prefix"]:
-        """The parts in which the trace repeated the text; the whole prefix if there is one part.
+    def parts(self, most_tokens: int) -> list["Prefix"]:
+        """Equal parts of at most so many tokens; the whole prefix if it has no more.
 
-        A part without slots to compress is left out.
+        A part without slots to compress is left out. A prefix whose slots' positions are not known,
+        after a compact cache, is one part.
         """
-        ranges = [source.part for source in self.trace.sources if source.part is not None]
-        if len(ranges) < 2 or self.layers[0].positions is None:
+        prefix_len = self.trace.prefix_len
+        positions = self.layers[0].positions
+        if prefix_len <= most_tokens or positions is None:
             return [self]
-        positions = self.layers[0].positions[0, 0]  # those of every head of every layer
-        parts = []
-        for start, stop in ranges:
-            slots = ((positions >= start) & (positions < stop)).nonzero().squeeze(1)
+        position = positions[0, 0]  # of the slots, the same in every head of every layer
+        count = -(-prefix_len // most_tokens)
+        edges = [number * prefix_len // count for number in range(count + 1)]
+        segments = []
+        for start, stop in pairwise(edges):
+            slots = ((position >= start) & (position < stop)).nonzero().squeeze(1)
             if len(slots):
                 layers = [layer.at(slots) for layer in self.layers]
                 first = int(slots[0])
-                part = replace(self, layers=layers, first_slot=first, part=(start, stop))
-                parts.append(part)
-        return parts
+                segments.append(
+                    replace(self, layers=layers, first_slot=first, tokens=(start, stop))
+                )
+        return segments
 
     @property
     def num_protected(self) -> int:

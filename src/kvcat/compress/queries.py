@@ -1,7 +1,7 @@
 """The queries to which Attention Matching is fitted, and the weight of each query's error."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -210,44 +210,55 @@ def _with_protected_mass(queries: QuerySet, prefix: Prefix) -> QuerySet:
     return replace(queries, log_elsewhere=masses)
 
 
-@torch.no_grad()
-def queries_of_parts(
-    prefix: Prefix, parts: Sequence[Prefix], queries: Sequence[QuerySet], *, sampled: float
-) -> Iterator[list[QuerySet]]:
-    """For every part of a prefix, the queries to which its slots are fitted.
+@dataclass(frozen=True)
+class PartQueries:
+    """The queries to which the slots of each part of a prefix are fitted.
 
     These are all queries whose text is the part's, and evenly spaced ones of the others', each with
     the weight of those that it represents. The other parts' slots are like text after the prefix:
     their mass is elsewhere.
 
     Args:
-        prefix: what is compressed.
-        parts: of ``prefix.parts``.
-        queries: of ``fitted_queries``.
-        sampled: number of the others' queries, relative to those of the part.
+        queries: to which the whole prefix is fitted.
+        of_prefix: for each of them, per layer, the log of its attention mass on the whole prefix.
+        stride: every how many of the other parts' queries one is used.
     """
-    of_text = [_mass_on(prefix, each) for each in queries]
-    num_others = len(parts) - 1
-    stride = max(1, round(num_others / sampled)) if sampled else 0
-    for number, part in enumerate(parts):
-        start, stop = part.part or (0, prefix.trace.prefix_len)
+
+    queries: Sequence[QuerySet]
+    of_prefix: Sequence[Sequence[Float[Tensor, "batch heads queries"]]]
+    stride: int
+
+    @classmethod
+    def of(
+        cls, prefix: Prefix, num_parts: int, queries: Sequence[QuerySet], *, sampled: float
+    ) -> "PartQueries":
+        """The queries for a number of parts.
+
+        Args:
+            prefix: what is compressed.
+            num_parts: of the prefix.
+            queries: of ``fitted_queries``.
+            sampled: number of the others' queries, relative to those of the part.
+        """
+        stride = max(1, round((num_parts - 1) / sampled))
+        return cls(queries, [_mass_on(prefix, each) for each in queries], stride)
+
+    def part(self, segment: Prefix) -> list[QuerySet]:
+        """The queries for a part of ``Prefix.parts``."""
+        start, stop = segment.tokens or (0, segment.trace.prefix_len)
         chosen: list[QuerySet] = []
-        for each, masses in zip(queries, of_text, strict=True):
-            inside = torch.full([len(each)], each.part == (start, stop))
-            if each.is_own:
-                inside = (each.positions >= start) & (each.positions < stop)
-            is_sampled = torch.zeros_like(inside)
-            if stride:
-                is_sampled[number % stride :: stride] = True
-            rows = (inside | is_sampled).nonzero().squeeze(1)
+        for each, masses in zip(self.queries, self.of_prefix, strict=True):
+            positions = each.positions if each.repeated is None else each.repeated
+            is_inside = (positions >= start) & (positions < stop)
+            is_sampled = torch.arange(len(each)) % self.stride == 0
+            rows = (is_inside | is_sampled).nonzero().squeeze(1)
             if not len(rows):
                 continue
-            weights = torch.where(inside[rows], 1.0, stride**0.5)
             some = each.selected(rows)
-            some = replace(some, weights=weights * some.weights)
+            weights = torch.where(is_inside[rows], 1.0, self.stride**0.5) * some.weights
             of_rows = [mass.index_select(2, rows.to(mass.device)) for mass in masses]
-            chosen.append(_with_other_parts(part, some, of_rows))
-        yield chosen
+            chosen.append(_with_other_parts(segment, replace(some, weights=weights), of_rows))
+        return chosen
 
 
 def _mass_on(prefix: Prefix, queries: QuerySet) -> list[Float[Tensor, "batch heads queries"]]:
@@ -262,17 +273,17 @@ def _mass_on(prefix: Prefix, queries: QuerySet) -> list[Float[Tensor, "batch hea
 
 
 def _with_other_parts(
-    part: Prefix, queries: QuerySet, of_text: Sequence[Float[Tensor, "batch heads queries"]]
+    segment: Prefix, queries: QuerySet, of_text: Sequence[Float[Tensor, "batch heads queries"]]
 ) -> QuerySet:
     """The queries for a fit of one part's slots.
 
     Args:
-        part: of the prefix.
+        segment: part of the prefix.
         queries: for a fit of the whole prefix.
         of_text: per layer, the log of each query's mass on the whole prefix.
     """
     masses = []
-    of_layers = zip(queries.log_elsewhere, of_text, _mass_on(part, queries), strict=True)
+    of_layers = zip(queries.log_elsewhere, of_text, _mass_on(segment, queries), strict=True)
     for elsewhere, of_prefix, of_part in of_layers:
         share = (of_part - of_prefix).clamp_max(-1e-6)  # rounding makes it larger than all
         of_others = of_prefix + torch.log1p(-share.exp())

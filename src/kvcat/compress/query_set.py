@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from kvcat.cache.ranges import Range
 from kvcat.compress.rows import Rows
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor
@@ -43,7 +42,8 @@ class QuerySet:
             represents, as it was when each of these tokens was exact. Protected tokens are not part
             of it. (): the queries attend to the slots.
         outputs: per layer, each query's attention over these tokens.
-        part: range of the prefix's tokens that the queries' text repeats; None: all, or others.
+        repeated: token of the prefix that each query's token repeats; None: it repeats none, or the
+            query is the prefix's own.
     """
 
     states: Sequence[Float[Tensor, "batch heads held head_dim"] | Rows]
@@ -59,7 +59,7 @@ class QuerySet:
     is_causal: bool = False
     log_mass: Sequence[Float[Tensor, "batch heads queries"]] = ()
     outputs: Sequence[Rows] = ()
-    part: Range | None = None
+    repeated: Int[Tensor, " queries"] | None = None
 
     def __len__(self) -> int:
         """The number of queries of each query head."""
@@ -91,9 +91,11 @@ class QuerySet:
             queries: of the set.
         """
         states = self.states[layer][example]
-        states = states.numbers() if isinstance(states, Rows) else states
-        head_rows = torch.tensor(heads, device=states.device)
-        if self.rows is None:
+        head_rows = torch.tensor(heads, device=self.log_elsewhere[layer].device)
+        if isinstance(states, Rows):
+            places = torch.arange(len(self)) if self.rows is None else self.rows
+            in_place = states.selected(0, head_rows).selected(1, places[queries]).numbers()
+        elif self.rows is None:
             in_place = states.index_select(0, head_rows)[:, queries]
         else:
             held_rows = self.rows[queries].to(states.device)
@@ -125,6 +127,7 @@ class QuerySet:
             num_fitted=int((rows < self.num_fitted).sum()),
             rows=None,
             starts=None if self.starts is None else self.starts[rows],
+            repeated=None if self.repeated is None else self.repeated[rows],
             log_mass=[_selected(mass, rows) for mass in self.log_mass],
             outputs=[_selected(outputs, rows) for outputs in self.outputs],
         )

@@ -17,7 +17,6 @@ import torch
 from kvcat.types import Float, Int, Tensor
 
 
-
 @dataclass(frozen=True, eq=False)
 class LayerBeside:
     """The slots of a document in one layer; of a tensor-parallel worker, those of its heads.
@@ -50,9 +49,7 @@ def attend_document(
     positions: Int[Tensor, " tokens"],
     *,
     scale: float,
-) -> tuple[
-    Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]
-]:
+) -> tuple[Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]]:
     """Attention of the tokens of all requests that name a document, over its slots alone.
 
     Args:

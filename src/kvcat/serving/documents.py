@@ -125,9 +125,7 @@ class Documents(ABC):
         """
         names = name if isinstance(name, list) else [name]
         if not 1 <= len(names) <= MOST_DOCUMENTS:
-            raise InputError(
-                f"a request names 1 to {MOST_DOCUMENTS} documents, not {len(names)}"
-            )
+            raise InputError(f"a request names 1 to {MOST_DOCUMENTS} documents, not {len(names)}")
         found = [self._known(str(each), self.version(each)) for each in names]
         if len(found) == 1:
             return found[0]
@@ -270,9 +268,7 @@ class DocumentStore(Documents):
         return _Read(cache, hashlib.sha256(facts.encode()).hexdigest())
 
 
-def open_documents(
-    address: str, config: PreTrainedConfig, fingerprints: Fingerprints
-) -> Documents:
+def open_documents(address: str, config: PreTrainedConfig, fingerprints: Fingerprints) -> Documents:
     """The documents of a folder of cache files or of a store.
 
     Args:

@@ -139,9 +139,7 @@ def _turned(head: HeadSlots, rotation: KeyRotation, layer: int) -> HeadSlots:
     return HeadSlots(keys, head.values, head.log_bias)
 
 
-def _window_heads(
-    tensors: dict[str, Tensor], rotation: KeyRotation, layer: int
-) -> HeadGrid:
+def _window_heads(tensors: dict[str, Tensor], rotation: KeyRotation, layer: int) -> HeadGrid:
     """The last tokens of a layer with a sliding window, as the slots of its heads."""
     pairs = zip(tensors["keys"][0], tensors["values"][0], strict=True)
     return [[_turned(HeadSlots(keys, values), rotation, layer) for keys, values in pairs]]

@@ -2,7 +2,7 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from kvcat.compress.fitting import fit_to_dense
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import fitted_queries, queries_of_parts, usual_own_weight
+from kvcat.compress.queries import PartQueries, fitted_queries, usual_own_weight
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
@@ -50,7 +50,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     },
 }
 
+PART_TOKENS = 2048
+"""Most tokens of a long document whose slots are fitted together."""
 _SAMPLED = 0.5  # queries of other parts, relative to those of a part
+_LEAST_SLOTS = 4  # of a part, on average
 
 
 @dataclass(frozen=True)
@@ -161,9 +164,11 @@ class AttentionMatching(_Options):
     ) -> Iterator[list[HeadGrid]]:
         """For every size, the heads of every layer; quantised with ``bits``."""
         queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
-        parts = [prefix] if bits or self.num_queries is not None else prefix.parts()
-        if len(parts) > 1:
-            yield from self._fitted_parts(prefix, parts, queries, sizes)
+        segments = prefix.parts(PART_TOKENS)
+        # few slots are soon fitted, and may be fewer than there are parts
+        enough = _LEAST_SLOTS * len(segments)
+        if len(segments) > 1 and self._fits_parts(bits) and min(sizes) >= enough:
+            yield from self._fitted_parts(prefix, segments, queries, sizes)
             return
         drawn = None
         if self.num_queries is not None:
@@ -171,14 +176,23 @@ class AttentionMatching(_Options):
         heads = Heads(prefix, queries, drawn, self.group_elements)
         dense, allocations = self._attention_and_slots(heads, sizes)
         for slots_of_heads in allocations:
-            fits = self._fit_heads(heads, slots_of_heads, dense, bits)
+            fits = self._fit_heads(
+                heads,
+                slots_of_heads,
+                lambda _, group: DenseAttention.stack([dense[head] for head in group]),
+                bits,
+            )
             yield [self._of_prefix(layer, index, fits) for index, layer in enumerate(prefix.layers)]
+
+    def _fits_parts(self, bits: int | None) -> bool:
+        """Whether the options allow to fit a long prefix part by part."""
+        return self.num_queries is None and self.budgets in BUDGETS and bits is None
 
     def _fit_heads(
         self,
         heads: Heads,
         slots_of_heads: Mapping[HeadIndex, int],
-        dense: Mapping[HeadIndex, DenseAttention] | None,
+        attention_of: Callable[[HeadBatch, list[HeadIndex]], DenseAttention],
         bits: int | None = None,
     ) -> dict[HeadIndex, HeadSlots]:
         """The fitted slots of all heads.
@@ -186,20 +200,16 @@ class AttentionMatching(_Options):
         Args:
             heads: with the queries to fit to.
             slots_of_heads: number of slots of each.
-            dense: their attention over the prefix; None: it is computed again for each group.
+            attention_of: gives the attention of a batch of some heads over the prefix.
             bits: as in ``match_attention``.
         """
         fits: dict[HeadIndex, HeadSlots] = {}
         groups = heads.groups_for_fit(slots_of_heads)
         for group in _with_progress(groups, "attention matching"):
             batch = heads.load_fitted(group)
-            if dense is None:
-                attention = dense_attention(batch)
-            else:
-                attention = DenseAttention.stack([dense[head] for head in group])
             slots = match_attention(
                 batch,
-                attention,
+                attention_of(batch, group),
                 slots_of_heads[group[0]],
                 num_iters=self.num_iters,
                 ridge=self.ridge,
@@ -212,32 +222,41 @@ class AttentionMatching(_Options):
     def _fitted_parts(
         self,
         prefix: Prefix,
-        parts: Sequence[Prefix],
+        segments: Sequence[Prefix],
         queries: Sequence[QuerySet],
         sizes: Sequence[int],
     ) -> Iterator[list[HeadGrid]]:
-        """As ``_fitted_heads``, part by part: the cost is linear in the number of parts.
+        """As ``_fitted_heads``, part by part, so that the cost is linear in the number of parts.
 
-        Slots are shared out over the heads of all parts together.
+        Slots are allocated to the heads of all parts together. Of each part's attention only the
+        order of the slots is kept, and the rest is computed again.
         """
-        of_parts = queries_of_parts(prefix, parts, queries, sampled=_SAMPLED)
-        heads_of_parts = [
-            Heads(part, some, None, self.group_elements)
-            for part, some in zip(parts, of_parts, strict=True)
-        ]
-        longest = max(part.max_slots for part in parts)
-        choices = [slot_sizes(size / len(parts), longest) for size in sizes]
+        part_queries = PartQueries.of(prefix, len(segments), queries, sampled=_SAMPLED)
+        longest = max(segment.max_slots for segment in segments)
+        choices = [slot_sizes(size / len(segments), longest) for size in sizes]
         curves: list[dict[HeadIndex, Curve]] = []
-        for number, heads in enumerate(heads_of_parts, start=1):
+        orders: list[dict[HeadIndex, Tensor]] = []
+        for number, segment in enumerate(segments, start=1):
+            heads = Heads(segment, part_queries.part(segment), None, self.group_elements)
             groups = _with_progress(heads.groups_for_scores(), f"attention of part {number}")
-            curves.append(attention_and_curves(heads, groups, set().union(*choices))[1])
+            dense, of_part = attention_and_curves(heads, groups, set().union(*choices))
+            curves.append(of_part)
+            orders.append({head: attention.order for head, attention in dense.items()})
         for size, choice in zip(sizes, choices, strict=True):
             fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
-            slots_of_parts = share_out_parts(curves, size, choice)
-            for heads, slots_of_heads in zip(heads_of_parts, slots_of_parts, strict=True):
-                for head, fit in self._fit_heads(heads, slots_of_heads, None).items():
+            shared = share_out_parts(curves, size, choice, by_head=self.budgets == "equal")
+            for segment, order, slots_of_heads in zip(segments, orders, shared, strict=True):
+                heads = Heads(segment, part_queries.part(segment), None, self.group_elements)
+
+                def attention_of(
+                    batch: HeadBatch, group: list[HeadIndex], order: dict[HeadIndex, Tensor] = order
+                ) -> DenseAttention:
+                    in_order = torch.stack([order[head] for head in group])
+                    return dense_attention(batch)._replace(order=in_order)
+
+                for head, fit in self._fit_heads(heads, slots_of_heads, attention_of).items():
                     positions: Tensor = fit.positions  # type: ignore[assignment]
-                    in_prefix = positions + heads.prefix.first_slot
+                    in_prefix = positions + segment.first_slot
                     fits[head].append(replace(fit, positions=in_prefix))
             joined = {head: HeadSlots.joined(pieces) for head, pieces in fits.items()}
             yield [

@@ -78,9 +78,7 @@ def attend_flash(
     *,
     scale: float,
     version: int,
-) -> tuple[
-    Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]
-]:
+) -> tuple[Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]]:
     """``attend_document`` by one call of FlashAttention.
 
     Args:

@@ -120,9 +120,7 @@ class Worker:
                 begin = documents.pop().start
             end += count
             documents.append(DocumentTokens(row.digest, begin, end))
-        return Rows(
-            found, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents
-        )
+        return Rows(found, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents)
 
 
 WORKER = Worker()
