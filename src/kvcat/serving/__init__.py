@@ -1,6 +1,4 @@
-"""Compact caches in engines without kvcat: transformers, llama.cpp, vLLM
-(``kvcat.serving.vllm``).
-"""
+"""Compact caches in engines: vLLM (``kvcat.serving.vllm``), llama.cpp, plain transformers."""
 
 from kvcat.serving.llama_cpp import LlamaCpp
 from kvcat.serving.prefix import Prefix, export_prefix, plain_prefix, read_prefix

@@ -113,8 +113,9 @@ class Documents(ABC):
             InputError: no name of a document, or no such document.
         """
 
+    @abstractmethod
     def check_joined(self) -> None:
-        """Raise an ``InputError`` if documents cannot follow one another."""
+        """Raise an ``InputError`` if no documents of this collection can follow one another."""
 
     def find(self, name: object) -> Document:
         """The document of a name, or the documents of a list of names.
@@ -125,9 +126,7 @@ class Documents(ABC):
         """
         names = name if isinstance(name, list) else [name]
         if not 1 <= len(names) <= MOST_DOCUMENTS:
-            raise InputError(
-                f"a request names 1 to {MOST_DOCUMENTS} documents, not {len(names)}"
-            )
+            raise InputError(f"a request names 1 to {MOST_DOCUMENTS} documents, not {len(names)}")
         found = [self._known(str(each), self.version(each)) for each in names]
         if len(found) == 1:
             return found[0]
@@ -210,6 +209,9 @@ class DocumentFolder(Documents):
                 f"document {name!r}: {str(error).replace(str(path), 'the file')}"
             ) from None
 
+    def check_joined(self) -> None:
+        """Any may."""
+
     def _path(self, name: str) -> Path:
         """The file of a name, which is no link out of the folder."""
         for path in (self.folder / name, self.folder / f"{name}{_SUFFIX}"):
@@ -270,9 +272,7 @@ class DocumentStore(Documents):
         return _Read(cache, hashlib.sha256(facts.encode()).hexdigest())
 
 
-def open_documents(
-    address: str, config: PreTrainedConfig, fingerprints: Fingerprints
-) -> Documents:
+def open_documents(address: str, config: PreTrainedConfig, fingerprints: Fingerprints) -> Documents:
     """The documents of a folder of cache files or of a store.
 
     Args:

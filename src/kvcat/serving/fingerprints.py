@@ -6,8 +6,8 @@ user's cache until a file of the checkpoint changes.
 """
 
 import hashlib
+import re
 from functools import lru_cache
-from pathlib import Path
 
 from kvcat.cache import fingerprint
 from kvcat.cache.fingerprint import FORM, SCHEME
@@ -15,8 +15,6 @@ from kvcat.errors import InputError
 from kvcat.files import write_text
 from kvcat.hub import local_folder, models_home
 from kvcat.models import load
-
-import re
 
 
 class CheckpointFingerprints:

@@ -52,7 +52,7 @@ def num_bytes(
         biased: whether slots have a log-bias.
         size: number of tensor-parallel workers.
     """
-    per_slot = 2 * head_dim * dtype.itemsize + (4 if biased else 0)
+    per_slot = 2 * head_dim * dtype.itemsize + (4 if biased else 0) + 1  # and the number of a head
     totals = []
     for rank in range(size):
         share = Share(rank, size)
@@ -62,7 +62,9 @@ def num_bytes(
 
 
 def rotation_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model with the rotary embedding of a served one, and little else: one head, few channels."""
+    """A model with the rotary embedding of a served one, and little else: one head, few
+    channels.
+    """
     small: Any = copy.deepcopy(config.get_text_config(decoder=True))
     head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
     sizes = {
@@ -139,9 +141,7 @@ def _turned(head: HeadSlots, rotation: KeyRotation, layer: int) -> HeadSlots:
     return HeadSlots(keys, head.values, head.log_bias)
 
 
-def _window_heads(
-    tensors: dict[str, Tensor], rotation: KeyRotation, layer: int
-) -> HeadGrid:
+def _window_heads(tensors: dict[str, Tensor], rotation: KeyRotation, layer: int) -> HeadGrid:
     """The last tokens of a layer with a sliding window, as the slots of its heads."""
     pairs = zip(tensors["keys"][0], tensors["values"][0], strict=True)
     return [[_turned(HeadSlots(keys, values), rotation, layer) for keys, values in pairs]]

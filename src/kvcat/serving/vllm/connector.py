@@ -28,9 +28,7 @@ from kvcat.serving.residents import Orders, Residents
 from kvcat.serving.vllm.worker import WORKER
 
 logger = init_logger(__name__)
-NO_ADAPTERS = (
-    "documents belong to the model itself: a request with a LoRA adapter cannot name one"
-)
+NO_ADAPTERS = "documents belong to the model itself: a request with a LoRA adapter cannot name one"
 DEFAULT_CACHE_MB = 1024
 _NULL_BLOCK = 0  # of cells that no query sees any more: vLLM keeps none
 _PAGES = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)

@@ -182,9 +182,7 @@ class _KeyCells:
         while factor <= cells * head_dim:
             keys = (numbers // factor % digit + 1).expand(-1, num_heads, -1).to(pages.dtype)
             values = torch.zeros_like(keys)
-            impl.do_kv_cache_update(
-                layer, keys.contiguous(), values, pages, torch.arange(cells)
-            )
+            impl.do_kv_cache_update(layer, keys.contiguous(), values, pages, torch.arange(cells))
             found += pages[0, 0].flatten().long().sub(1) * factor
             factor *= digit
         is_key = pages[0, 0].flatten() > 0
@@ -192,7 +190,8 @@ class _KeyCells:
         places[found[is_key]] = is_key.nonzero().flatten()
         self.places = places.view(cells, head_dim).T.contiguous()  # (head_dim, cells)
         steps = (
-            int(self.places[1, 0] - self.places[0, 0]), int(self.places[0, 1] - self.places[0, 0])
+            int(self.places[1, 0] - self.places[0, 0]),
+            int(self.places[0, 1] - self.places[0, 0]),
         )
         regular = self.places[0, 0] + (
             torch.arange(head_dim)[:, None] * steps[0] + torch.arange(cells) * steps[1]

@@ -78,9 +78,7 @@ def attend_flash(
     *,
     scale: float,
     version: int,
-) -> tuple[
-    Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]
-]:
+) -> tuple[Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]]:
     """``attend_document`` by one call of FlashAttention.
 
     Args:
@@ -151,7 +149,7 @@ class DocumentsImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **options
             )
         count = attn_metadata.num_actual_tokens
-        pages, pages_mass = self._attend_pages(layer, query[:count], kv_cache, attn_metadata)
+        pages, pages_mass = self._attend_pages(query[:count], kv_cache, attn_metadata)
         output[:count] = pages
         by_head = query.index_select(0, rows.tokens).view(
             -1, self.num_kv_heads, self.num_queries_per_kv, self.head_size
@@ -184,7 +182,7 @@ class DocumentsImpl(FlashAttentionImpl):
         return output
 
     def _attend_pages(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Any
+        self, query: Tensor, kv_cache: Tensor, metadata: Any
     ) -> tuple[Tensor, Tensor]:
         """Attention of all rows over their pages, and the log-sum-exp (heads, tokens)."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

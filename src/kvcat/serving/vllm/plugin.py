@@ -57,4 +57,4 @@ def _add_middleware() -> None:
 def _names_connector(transfer: Any) -> bool:
     """Whether the option --kv-transfer-config names the connector."""
     name = transfer.get("kv_connector") if isinstance(transfer, dict) else None
-    return CONNECTOR == (name or getattr(transfer, "kv_connector", None))
+    return (name or getattr(transfer, "kv_connector", None)) == CONNECTOR

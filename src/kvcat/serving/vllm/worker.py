@@ -1,4 +1,4 @@
-"""What a worker's connector and its attention layers share: the documents, and the rows of a step."""
+"""What a worker's connector and its attention layers share: documents, and the rows of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -120,9 +120,7 @@ class Worker:
                 begin = documents.pop().start
             end += count
             documents.append(DocumentTokens(row.digest, begin, end))
-        return Rows(
-            found, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents
-        )
+        return Rows(found, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents)
 
 
 WORKER = Worker()
