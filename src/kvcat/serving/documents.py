@@ -113,8 +113,9 @@ class Documents(ABC):
             InputError: no name of a document, or no such document.
         """
 
+    @abstractmethod
     def check_joined(self) -> None:
-        """Raise an ``InputError`` if documents cannot follow one another."""
+        """Raise an ``InputError`` if no documents of this collection can follow one another."""
 
     def find(self, name: object) -> Document:
         """The document of a name, or the documents of a list of names.
@@ -207,6 +208,9 @@ class DocumentFolder(Documents):
             raise InputError(
                 f"document {name!r}: {str(error).replace(str(path), 'the file')}"
             ) from None
+
+    def check_joined(self) -> None:
+        """Any may."""
 
     def _path(self, name: str) -> Path:
         """The file of a name, which is no link out of the folder."""

@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvcat.attention.kernels import EXTRA_CHANNELS, extend_keys
-from kvcat.serving.beside import LayerBeside, attend_document
+from kvcat.serving.beside import LayerBeside, attend_documents
 from kvcat.serving.vllm.connector import layer_number, memory_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Float, Int, Tensor
@@ -79,7 +79,7 @@ def attend_flash(
     scale: float,
     version: int,
 ) -> tuple[Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]]:
-    """``attend_document`` by one call of FlashAttention.
+    """``attend_documents`` by one call of FlashAttention.
 
     Args:
         queries: by KV head.
@@ -149,7 +149,7 @@ class DocumentsImpl(FlashAttentionImpl):
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **options
             )
         count = attn_metadata.num_actual_tokens
-        pages, pages_mass = self._attend_pages(layer, query[:count], kv_cache, attn_metadata)
+        pages, pages_mass = self._attend_pages(query[:count], kv_cache, attn_metadata)
         output[:count] = pages
         by_head = query.index_select(0, rows.tokens).view(
             -1, self.num_kv_heads, self.num_queries_per_kv, self.head_size
@@ -166,8 +166,11 @@ class DocumentsImpl(FlashAttentionImpl):
                     queries[:, part], held, scale=self.scale, version=self.vllm_flash_attn_version
                 )
             else:
-                attended[:, part], mass[:, part] = attend_document(
-                    queries[:, part], held, rows.positions[part], scale=self.scale
+                attended[:, part], mass[:, part] = attend_documents(
+                    queries[:, part],
+                    [(held, 0, document.stop - document.start)],
+                    rows.positions[part],
+                    scale=self.scale,
                 )
         shape = (len(rows.tokens), self.num_heads, self.head_size)
         merged = output.new_empty(shape)
@@ -182,7 +185,7 @@ class DocumentsImpl(FlashAttentionImpl):
         return output
 
     def _attend_pages(
-        self, layer: Any, query: Tensor, kv_cache: Tensor, metadata: Any
+        self, query: Tensor, kv_cache: Tensor, metadata: Any
     ) -> tuple[Tensor, Tensor]:
         """Attention of all rows over their pages, and the log-sum-exp (heads, tokens)."""
         keys, values = kv_cache.transpose(1, 2).split(self.head_size, dim=-1)

@@ -39,7 +39,9 @@ class DocumentRequests:
         if scope["type"] != "http" or scope["method"] != "POST":
             await self.app(scope, receive, send)
             return
-        body, receive = await _read(receive)
+        body = await _read(receive)
+        if body is None:
+            return
         try:
             new_body = _with_token_ids(scope["app"].state, scope["path"], body)
         except InputError as error:
@@ -60,20 +62,16 @@ class DocumentRequests:
         await self.app(scope, _replay(new_body, receive), send)
 
 
-async def _read(receive: Any) -> tuple[bytes, Any]:
-    """The body of a request, and the function for the messages after it."""
+async def _read(receive: Any) -> bytes | None:
+    """The body of a request; None: the client is gone."""
     pieces = []
     while True:
         message = await receive()
-        if message["type"] != "http.request":  # the client is gone
-
-            async def gone() -> Any:
-                return message
-
-            return b"", gone
+        if message["type"] != "http.request":
+            return None
         pieces.append(message.get("body", b""))
         if not message.get("more_body"):
-            return b"".join(pieces), receive
+            return b"".join(pieces)
 
 
 def _replay(body: bytes, receive: Any) -> Any:

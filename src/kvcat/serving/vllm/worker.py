@@ -1,4 +1,4 @@
-"""What a worker's connector and its attention layers share: the documents, and the rows of a step."""
+"""What a worker's connector and its attention layers share: documents, and the rows of a step."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
