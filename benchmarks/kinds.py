@@ -111,8 +111,10 @@ class Asked:
             answer = _SENTENCE_END.split(answer.strip(), maxsplit=1)[0]
         said = normalised(answer)
         if self.rule == "first":
-            return any(f"{said} ".startswith(f"{normalised(part)} ") for part in self.wanted[0])
-        return all(_holds(said, part) for part in self.wanted) and not _holds(said, self.unwanted)
+            return any(f"{said} ".startswith(f"{normalised(word)} ") for word in self.wanted[0])
+        return all(_holds(said, wordings) for wordings in self.wanted) and not _holds(
+            said, self.unwanted
+        )
 
 
 def normalised(text: str) -> str:

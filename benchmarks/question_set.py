@@ -28,6 +28,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws
 from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
 from kvcat.provenance import provenance
-from kvcat.stats import holm, share, share_difference, sign_flip_p_value
+from kvcat.stats import holm, share, sign_flip_p_value
 from kvcat.text.encoder import TextEncoder
 
 VERSION = 1
@@ -66,6 +67,7 @@ NAMES = {
 }
 TOKENS_A_QUESTION = 60
 LONGEST_ANSWER = 16  # tokens
+LEAST_GAIN = 0.5  # right answers of the whole cache less those without the document
 PAGE = ROOT / "docs" / "evaluation.md"
 _HALF_OF_TEXTS = {"development": "validation", "held-out": "test"}
 _SENTENCE_END = re.compile(r"(?<=[.!?][\"')])\s+|(?<=[.!?])\s+|\n\s*\n")
@@ -99,17 +101,14 @@ class TextDocument(Document):
         facts, asked = [], []
         for kind in kinds:
             if kind != COMPLETION:
-                lines, question = KINDS[kind](words)
-                facts.append(lines)
+                fact, question = KINDS[kind](words)
+                facts.append(fact)
                 asked.append(question)
         encode = TextEncoder(self.tokenizer)
-        room = (
-            self.length
-            - len(self.head)
-            - len(encode(" ".join(line for lines in facts for line in lines)))
-        )
-        sentences = []
-        _, *whole = _SENTENCE_END.split(self.window.text)  # the first one may begin in its middle
+        put_in = " ".join(line for fact in facts for line in fact)
+        room = self.length - len(self.head) - len(encode(put_in))
+        sentences: list[str] = []
+        whole = _SENTENCE_END.split(self.window.text)[1:]  # the first one may begin in its middle
         for sentence in filter(None, map(str.strip, whole)):
             num_tokens = len(encode(f" {sentence}"))
             if num_tokens <= room:
@@ -154,7 +153,7 @@ class TextDocument(Document):
         head = [] if cache is not None else self.head
         questions = [[*head, *self.begun(question)] for question in self.made[1]]
         answers = greedy_answers(self.model, cache, questions, LONGEST_ANSWER)
-        return [self.tokenizer.decode(tokens) for tokens in answers]
+        return [str(self.tokenizer.decode(tokens)) for tokens in answers]
 
 
 def documents_of(named: NamedModel, model: Any, options: argparse.Namespace) -> list[TextDocument]:
@@ -226,6 +225,8 @@ def marks_of(rows: pd.DataFrame) -> pd.DataFrame:
 
     Documents are those that have every cell which half of the documents have.
     """
+    if rows.empty:
+        return rows
     table = rows.pivot(
         index=["document", "kind", "question"], columns=["condition", "keep"], values="right"
     )
@@ -234,16 +235,10 @@ def marks_of(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def above_floor(marks: pd.DataFrame) -> list[str]:
-    """The kinds in which the whole cache answers more than no document, beyond its interval."""
-    kinds = []
-    for kind in ALL_KINDS:
-        some = of_kind(marks, [kind])
-        if some.empty:
-            continue
-        dense, none = (some[baseline].to_numpy() for baseline in BASELINES)
-        if share_difference(dense, none, documents(some)).low > 0.0:
-            kinds.append(kind)
-    return kinds
+    """The kinds of which the whole cache answers half of the questions more than no document."""
+    dense, none = (marks[baseline] for baseline in BASELINES)
+    gain = (dense - none).groupby("kind").mean()
+    return [kind for kind in ALL_KINDS if gain.get(kind, 0.0) >= LEAST_GAIN]
 
 
 def of_kind(marks: pd.DataFrame, kinds: Sequence[str]) -> pd.DataFrame:
@@ -257,13 +252,15 @@ def documents(marks: pd.DataFrame) -> list[str]:
 
 
 def table(rows: pd.DataFrame) -> str:
-    """Markdown for every model: all kinds above the floor by condition, and each kind."""
-    parts = []
+    """Markdown for every model and half: kinds above the floor by condition, and each kind."""
+    lines = []
     for model, of_model in rows.groupby("model", sort=False):
-        marks = marks_of(of_model)
-        if not marks.empty:
-            parts += [f"**{model}**", "", *_by_condition(marks), "", *_by_kind(marks), ""]
-    return "\n".join(parts)
+        for half in reversed(HALVES):
+            marks = marks_of(of_model[of_model["document"].str.startswith(half)])
+            if not marks.empty:
+                head = f"**{model}, {half} documents**"
+                lines += [head, "", *_by_condition(marks), "", *_by_kind(marks), ""]
+    return "\n".join(lines)
 
 
 def _sizes(marks: pd.DataFrame) -> tuple[list[str], list[float]]:
@@ -356,9 +353,9 @@ def put_away(options: argparse.Namespace) -> None:
     """Write the records of a measurement as they are kept."""
     rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
     write_table("kinds", rows.drop(columns="right"))
-    command = f"python benchmarks/question_set.py --half {options.half}"
-    command += f" --lengths {' '.join(map(str, options.lengths))} --documents {options.documents}"
-    command += " --data KIND=PATH ... --model ... --out OUT.jsonl"
+    lengths = " ".join(map(str, sorted(rows["length"].unique())))
+    command = f"python benchmarks/question_set.py --lengths {lengths} --seed {options.seed}"
+    command += " --data prose=... technical=... textbook=... --out OUT.jsonl"
     write_json(RECORDS / "kinds.json", provenance() | {"command": command, "date": options.date})
 
 
@@ -376,7 +373,7 @@ def main() -> None:
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2])
     parser.add_argument("--conditions", nargs="+", default=[DEFAULT], metavar="METHOD@SUPERVISION")
     parser.add_argument("--seed", default="1", help="of the facts")
-    parser.add_argument("--collect", nargs="+", metavar="OUT", help="records to put away")
+    parser.add_argument("--collect", nargs="+", type=Path, metavar="OUT", help="records to keep")
     parser.add_argument("--date", default="", help="of the measurement, for the page")
     parser.add_argument("--write", action="store_true", help="the page's tables")
     parser.add_argument("--check", action="store_true", help="compare them with the records")

@@ -4,6 +4,7 @@ import random
 import re
 
 import pytest
+import question_set
 from kinds import ALL_KINDS, COMPLETION, HALVES, KINDS, NAMES, Asked, Draw, completion, spread
 from question_set import TextDocument
 from windows import Window
@@ -61,12 +62,12 @@ def test_the_lines_of_a_fact_hold_its_right_answer_and_those_of_another_do_not(k
     said = " ".join(lines[-1:] if kind == "changed value" else lines)
     said = re.sub(r"[.\n]", ",", said)
     if kind in ("near miss", "function call"):
-        said = " ".join(part[0] for part in question.wanted)
+        said = " ".join(wordings[0] for wordings in question.wanted)
     assert question.is_right(said)
     assert not question.is_right(" ".join(others).replace(".", ","))
-    assert Asked.of({**vars(question), "wanted": [list(part) for part in question.wanted]}) == (
-        question
-    )
+    assert Asked.of(
+        {**vars(question), "wanted": [list(wordings) for wordings in question.wanted]}
+    ) == (question)
 
 
 def test_a_count_is_that_of_the_lines_and_what_is_absent_is_in_no_line():
@@ -117,9 +118,9 @@ def test_documents_are_the_same_again_take_all_kinds_in_turns_and_fit():
         text = made.tokenizer.decode(made.ids)
         for question in made.made[1]:
             kinds.append(question.kind)
-            for part in question.wanted:
+            for wordings in question.wanted:
                 if question.kind not in ("count", "function call", "date"):
-                    assert any(wording in text for wording in part), question
+                    assert any(wording in text for wording in wordings), question
     missing = set(ALL_KINDS) - set(kinds)
     assert not missing - {COMPLETION}
 
@@ -146,3 +147,8 @@ def test_a_repetition_as_the_answer_begins_after_the_turn_of_the_assistant():
     assert traced.input_ids[0, -len(body) :].tolist() == body
     between = made.tokenizer.decode(traced.input_ids[0, len(made.ids) : -len(body)])
     assert between.endswith("</s><s>assistant\n")
+
+
+def test_the_page_has_the_tables_that_its_records_give():
+    page = question_set.PAGE.read_text(encoding="utf-8")
+    assert question_set.with_tables(page, {"kinds": question_set.page_table()}) == page
