@@ -9,7 +9,7 @@ from evicted_caches import evicted, ids, make_model, ragged
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.models import capture
-from kvcat.serving.beside import LayerBeside, attend_document, merge
+from kvcat.serving.beside import LayerBeside, attend_documents, merge
 from kvcat.serving.documents import Document, open_documents
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
 from kvcat.serving.residents import Residents
@@ -66,7 +66,7 @@ def test_document_and_pages_merged_are_the_softmax_over_both(window, counts):
     scores = torch.einsum("htgd,hnd->htgn", queries, text_keys) * scale
     scores = scores.masked_fill(~causal[:, None], -torch.inf)
     pages = torch.einsum("htgn,hnd->htgd", scores.softmax(-1), text_values)
-    document, mass = attend_document(queries, layer, positions, scale=scale)
+    document, mass = attend_documents(queries, [(layer, 0, tokens)], positions, scale=scale)
     merged = merge(pages, scores.logsumexp(-1), document, mass)
     start = 0
     for head, count in enumerate(counts):
@@ -90,7 +90,7 @@ def test_a_token_that_sees_no_slot_of_a_document_has_the_attention_over_its_page
     draw = draws()
     layer = LayerBeside(draw(4, 8), draw(4, 8), None, (2, 2), torch.tensor([3, 4, 3, 4]))
     queries = draw(2, 1, 3, 8)
-    document, mass = attend_document(queries, layer, torch.tensor([4]), scale=1.0)
+    document, mass = attend_documents(queries, [(layer, 0, 1)], torch.tensor([4]), scale=1.0)
     assert (mass == -torch.inf).all()
     pages = draw(2, 1, 3, 8)
     assert torch.equal(merge(pages, draw(2, 1, 3), document, mass), pages)
@@ -137,6 +137,23 @@ def test_documents_one_behind_the_other_are_placed_as_compose_joins_them():
         torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=0)
         assert torch.equal(one.values, other.values)
         assert torch.equal(one.log_bias, other.log_bias)
+
+
+def test_wide_heads_are_attended_to_in_one_call_with_masks_that_are_counted():
+    draw = draws()
+    layer = LayerBeside(draw(90, 64), draw(90, 64), draw(90), (30, 10, 50))
+    assert layer.joint_mask is not None
+    assert layer.nbytes == 90 * (2 * 64 * 4 + 4 + 3 * 4)
+    queries = draw(3, 2, 3, 64)
+    positions = torch.tensor([4, 9])
+    together, mass = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
+    layer.__dict__["joint_mask"] = None
+    apart, mass_apart = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mass, mass_apart, atol=1e-5, rtol=0)
+    two = LayerBeside(draw(20, 64), draw(20, 64), None, (5, 5, 10))
+    both, _ = attend_documents(queries, [(layer, 0, 1), (two, 1, 2)], positions, scale=0.1)
+    torch.testing.assert_close(both[:, :1], apart[:, :1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

@@ -211,7 +211,7 @@ def test_requests_with_different_documents_and_with_none_in_one_batch_are_answer
 
 
 def test_requests_that_were_preempted_are_computed_again_with_their_documents(world):
-    asked = [(LONG, name, {"max_tokens": 90}) for name in (*world.caches, None)] * 2
+    asked = [(LONG, name, {"max_tokens": 90}) for name in ("doc0", "doc1", "fitted", None)] * 6
     answers = world.ask_all(asked)
     for (text, name, _), answer in zip(asked, answers, strict=True):
         assert answer == world.answer(text, name, 90), name

@@ -10,18 +10,23 @@ the log-sum-exp l of the scores over the document and over the pages, the attent
 This module needs torch alone and knows no engine.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
-from kvcat.types import Float, Int, Tensor, UInt8
+from kvcat.types import Float, Int, Tensor
+
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 # On a CPU one call costs as much as the attention of one head over some hundred slots. Up to these
 # numbers, found by benchmark, one call for all heads with masked scores is faster than one for each.
 _JOINT_SLOTS = 640
 _JOINT_SCORES = 7200  # of slots times the queries of a head
+_JOINT_MEMORY = 0.025  # of the masks, relative to keys and values
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,31 +48,75 @@ class LayerBeside:
     counts: tuple[int, ...]
     seen_until: Int[Tensor, " slots"] | None = None
 
-    @cached_property
-    def head_of_slot(self) -> UInt8[Tensor, " slots"]:
-        """The KV head that each slot belongs to, in bytes."""
-        heads = torch.arange(len(self.counts), dtype=torch.uint8)
-        return heads.repeat_interleave(torch.tensor(self.counts)).to(self.keys.device)
-
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.keys, self.values, self.log_bias, self.seen_until, self.head_of_slot)
+        tensors = (self.keys, self.values, self.log_bias, self.seen_until, self.joint_mask)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
+    @cached_property
+    def heads(self) -> "list[_Head]":
+        """Views of the slots of every head."""
+        heads = []
+        start = 0
+        for count in self.counts:
+            slots = slice(start, start + count)
+            start += count
+            bias = None if self.log_bias is None else self.log_bias[None, None, None, slots]
+            until = None if self.seen_until is None else self.seen_until[slots]
+            heads.append(
+                _Head(self.keys[None, None, slots], self.values[None, None, slots], bias, until)
+            )
+        return heads
 
-def attend_document(
+    @cached_property
+    def joint_mask(self) -> Float[Tensor, "one kv_heads one_more slots"] | None:
+        """What makes one call for all heads right: the log-bias of a head's slots, -inf for others.
+
+        None where one call for every head is better.
+        """
+        slot_bytes = 2 * self.keys.shape[1] * self.keys.itemsize
+        is_masked = mask_bytes(len(self.counts), len(self.keys), slot_bytes) > 0
+        if self.keys.device.type != "cpu" or self.seen_until is not None or not is_masked:
+            return None
+        heads = torch.arange(len(self.counts))
+        is_own = heads.repeat_interleave(torch.tensor(self.counts)) == heads[:, None]
+        bias = torch.tensor(0.0) if self.log_bias is None else self.log_bias
+        return torch.where(is_own, bias, -torch.inf)[None, :, None]
+
+
+class _Head(NamedTuple):
+    """The slots of one KV head, with the axes that attention wants."""
+
+    keys: Float[Tensor, "one one_more slots head_dim"]
+    values: Float[Tensor, "one one_more slots head_dim"]
+    log_bias: Float[Tensor, "one one_more and_one slots"] | None
+    seen_until: Int[Tensor, " slots"] | None
+
+
+def mask_bytes(num_heads: int, num_slots: int, slot_bytes: int) -> int:
+    """Bytes of the mask of a layer on a CPU; 0 if it has none.
+
+    Args:
+        num_heads, num_slots: of the layer.
+        slot_bytes: of the key and the value of a slot.
+    """
+    is_small = num_slots <= _JOINT_SLOTS and 4 * num_heads <= _JOINT_MEMORY * slot_bytes
+    return 4 * num_heads * num_slots if is_small else 0
+
+
+def attend_documents(
     queries: Float[Tensor, "kv_heads tokens group head_dim"],
-    layer: LayerBeside,
+    documents: Sequence[tuple[LayerBeside, int, int]],
     positions: Int[Tensor, " tokens"],
     *,
     scale: float,
 ) -> tuple[Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]]:
-    """Attention of the tokens of all requests that name a document, over its slots alone.
+    """Attention of tokens to the slots of the documents that their requests name.
 
     Args:
         queries: by KV head.
-        layer: of the document.
+        documents: a layer, and which of the tokens read it: one after the other, all of them.
         positions: of the tokens in their texts, from 0.
         scale: factor on q.k.
 
@@ -75,76 +124,68 @@ def attend_document(
         outputs, and the log-sum-exp of the scores in float32; where a token sees no slot, 0 and
         -inf.
     """
-    num_tokens, group, head_dim = queries.shape[1:]
-    flat = queries.reshape(len(queries), num_tokens * group, head_dim)
-    is_joint = (
-        queries.device.type == "cpu"
-        and layer.seen_until is None
-        and len(layer.keys) <= _JOINT_SLOTS
-        and len(layer.keys) * flat.shape[1] <= _JOINT_SCORES
-    )
-    if is_joint:
-        outputs, log_masses = _attend_jointly(flat, layer, scale)
-        return outputs.view(queries.shape), log_masses.view(queries.shape[:3])
-    of_heads = []
-    start = 0
-    for head, count in enumerate(layer.counts):
-        slots = slice(start, start + count)
-        start += count
-        bias = None if layer.log_bias is None else layer.log_bias[slots]
-        if layer.seen_until is not None:
-            is_seen = positions.repeat_interleave(group)[:, None] < layer.seen_until[slots]
-            bias = torch.where(is_seen, 0.0 if bias is None else bias, -torch.inf)
-        of_heads.append(
-            _attend_head(flat[head], layer.keys[slots], layer.values[slots], bias, scale)
-        )
-    outputs = torch.stack([output for output, _ in of_heads])
-    log_masses = torch.stack([log_mass for _, log_mass in of_heads])
-    return outputs.view(queries.shape), log_masses.view(queries.shape[:3])
+    group, head_dim = queries.shape[2:]
+    flat = queries.reshape(len(queries), -1, head_dim)  # (kv_heads, tokens * group, head_dim)
+    outputs = []
+    log_masses = []
+    for layer, start, stop in documents:
+        part = flat[:, start * group : stop * group]
+        output, log_mass = _attend_document(part, layer, positions[start:stop], scale)
+        outputs.append(output)
+        log_masses.append(log_mass)
+    output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+    log_mass = log_masses[0] if len(log_masses) == 1 else torch.cat(log_masses, dim=1)
+    return output.view(queries.shape), log_mass.view(queries.shape[:3])
 
 
-def _attend_jointly(
-    queries: Float[Tensor, "kv_heads queries head_dim"], layer: LayerBeside, scale: float
+def _attend_document(
+    queries: Float[Tensor, "kv_heads queries head_dim"],
+    layer: LayerBeside,
+    positions: Int[Tensor, " tokens"],
+    scale: float,
 ) -> tuple[Float[Tensor, "kv_heads queries head_dim"], Float[Tensor, "kv_heads queries"]]:
-    """Attention of all KV heads in one call: a head sees all slots, those of others with a bias of
-    -inf.
-    """
-    num_slots, head_dim = layer.keys.shape
-    shape = (1, len(queries), num_slots, head_dim)
-    bias = 0.0 if layer.log_bias is None else layer.log_bias
-    is_own = layer.head_of_slot == torch.arange(len(queries), dtype=torch.uint8)[:, None]
-    mask = torch.where(is_own, bias, -torch.inf)  # (kv_heads, slots)
-    outputs, log_masses = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        queries[None],
-        layer.keys.expand(shape),
-        layer.values.expand(shape),
-        attn_mask=mask[None, :, None],
-        scale=scale,
-    )
-    return outputs[0], log_masses
+    """``attend_documents`` to one document."""
+    mask = layer.joint_mask
+    if mask is not None and len(layer.keys) * queries.shape[1] <= _JOINT_SCORES:
+        shape = (1, len(queries), *layer.keys.shape)
+        output, log_mass = _FLASH(
+            queries[None],
+            layer.keys.expand(shape),
+            layer.values.expand(shape),
+            attn_mask=mask,
+            scale=scale,
+        )
+        return output[0], log_mass[0]
+    of_heads = [
+        _attend_head(of_head, head, positions, scale)
+        for of_head, head in zip(queries, layer.heads, strict=True)
+    ]
+    return torch.cat([output for output, _ in of_heads]), torch.cat([mass for _, mass in of_heads])
 
 
 def _attend_head(
     queries: Float[Tensor, "queries head_dim"],
-    keys: Float[Tensor, "slots head_dim"],
-    values: Float[Tensor, "slots head_dim"],
-    bias: Float[Tensor, "... slots"] | None,
+    head: _Head,
+    positions: Int[Tensor, " tokens"],
     scale: float,
-) -> tuple[Float[Tensor, "queries head_dim"], Float[Tensor, " queries"]]:
+) -> tuple[Float[Tensor, "one queries head_dim"], Float[Tensor, "one queries"]]:
     """Attention of one KV head's queries, and the log-sum-exp of their scores."""
-    if queries.device.type == "cpu" and (bias is None or bias.dim() == 1):
+    if queries.device.type == "cpu" and head.seen_until is None:
         # the operator wants four axes and a last one that is contiguous
-        mask = None if bias is None else bias[None, None, None]
-        output, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            queries[None, None], keys[None, None], values[None, None], attn_mask=mask, scale=scale
+        output, log_mass = _FLASH(
+            queries[None, None], head.keys, head.values, attn_mask=head.log_bias, scale=scale
         )
-        return output[0, 0], log_mass.flatten()
-    scores = queries.float() @ keys.float().mT * scale
-    if bias is not None:
-        scores = scores + bias
+        return output[0], log_mass[0]
+    scores = queries.float() @ head.keys[0, 0].float().mT * scale
+    if head.log_bias is not None:
+        scores = scores + head.log_bias[0, 0]
+    if head.seen_until is not None:
+        group = len(queries) // len(positions)
+        is_seen = positions.repeat_interleave(group)[:, None] < head.seen_until
+        scores = scores.masked_fill(~is_seen, -torch.inf)
     log_mass = scores.logsumexp(-1)
     weights = (scores - log_mass[:, None].clamp_min(torch.finfo(scores.dtype).min)).exp()
-    return (weights @ values.float()).to(queries.dtype), log_mass
+    return (weights @ head.values[0, 0].float()).to(queries.dtype)[None], log_mass[None]
 
 
 def merge(
@@ -158,4 +199,4 @@ def merge(
     The pages hold at least the token itself, so that their log-sum-exp is finite.
     """
     share = torch.sigmoid(log_mass_of_document - log_mass_of_pages).unsqueeze(-1)
-    return pages + (document - pages) * share.to(pages.dtype)
+    return torch.lerp(pages, document, share.to(pages.dtype))

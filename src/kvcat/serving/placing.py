@@ -14,7 +14,7 @@ from kvcat.cache import CompactCache, HeadGrid, HeadSlots, layer_windows
 from kvcat.compress.compose import slots_behind
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
-from kvcat.serving.beside import LayerBeside
+from kvcat.serving.beside import LayerBeside, mask_bytes
 from kvcat.types import Tensor
 
 _HIDDEN = 8  # channels of what has no part in the rotation
@@ -52,12 +52,17 @@ def num_bytes(
         biased: whether slots have a log-bias.
         size: number of tensor-parallel workers.
     """
-    per_slot = 2 * head_dim * dtype.itemsize + (4 if biased else 0) + 1  # and the number of a head
+    slot_bytes = 2 * head_dim * dtype.itemsize
     totals = []
     for rank in range(size):
         share = Share(rank, size)
-        slots = [sum(layer[head] for head in share.heads(len(layer))) for layer in counts]
-        totals.append(sum(slots) * per_slot)
+        total = 0
+        for layer in counts:
+            heads = share.heads(len(layer))
+            num_slots = sum(layer[head] for head in heads)
+            total += num_slots * (slot_bytes + (4 if biased else 0))
+            total += mask_bytes(len(heads), num_slots, slot_bytes)
+        totals.append(total)
     return max(totals)
 
 

@@ -6,31 +6,49 @@ with a document, from the keys in their pages, and merges the two attentions.
 
 # pyright: reportMissingImports=false
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvcat.serving.beside import attend_document, merge
+from kvcat.serving.beside import attend_documents, merge
 from kvcat.serving.vllm.connector import layer_number, memory_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Bool, Float, Int, Tensor
 
 
-class _OneTokenRows(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _OneTokenRows:
     """Rows with one new token each, and pages for similarly long texts.
 
     Args:
         places: of their tokens among those of all rows with documents.
+        is_all: whether these are all of them, in order.
         blocks: of every row's pages.
-        first, last: the cells that each row sees, numbered from its first page.
+        last: the cell of each row's token, numbered from its first page.
+        page_size: cells of a page.
+        masks: what ``hidden`` made, by window.
     """
 
     places: Int[Tensor, " rows"]
+    is_all: bool
     blocks: Int[Tensor, "rows pages"]
     last: Int[Tensor, " rows"]
+    page_size: int
+    masks: dict[int, Tensor] = field(default_factory=dict)
+
+    def hidden(self, window: int) -> Bool[Tensor, "rows one cells"]:
+        """The cells that a row's token does not see; a window below 1 is none."""
+        if window not in self.masks:
+            cells = torch.arange(self.blocks.shape[1] * self.page_size)
+            last = self.last[:, None]
+            is_hidden = cells > last
+            if window > 0:
+                is_hidden |= cells <= last - window
+            self.masks[window] = is_hidden[:, None]
+        return self.masks[window]
 
 
 class _LongRow(NamedTuple):
@@ -96,17 +114,12 @@ class DocumentsImpl(CPUAttentionBackendImpl):
         keys_of = _key_cells(self, layer, kv_cache)
         queries = by_head.transpose(0, 1).contiguous()  # (kv_heads, tokens, group, head_dim)
         pages_mass = self._mass_of_pages(by_head, queries, kv_cache, plan, keys_of)
-        attended = torch.empty_like(queries)
-        mass = torch.empty_like(pages_mass)
         number = layer_number(layer.layer_name)
-        for document in rows.documents:
-            part = slice(document.start, document.stop)
-            attended[:, part], mass[:, part] = attend_document(
-                queries[:, part],
-                WORKER.layers[document.digest][number],
-                rows.positions[part],
-                scale=self.scale,
-            )
+        documents = [
+            (WORKER.layers[document.digest][number], document.start, document.stop)
+            for document in rows.documents
+        ]
+        attended, mass = attend_documents(queries, documents, rows.positions, scale=self.scale)
         pages = output.index_select(0, rows.tokens).view(by_head.shape)
         both = merge(
             pages, pages_mass.transpose(0, 1), attended.transpose(0, 1), mass.transpose(0, 1)
@@ -126,15 +139,15 @@ class DocumentsImpl(CPUAttentionBackendImpl):
         window = self.sliding_window
         for short in plan.one_token:
             keys = keys_of(kv_cache, short.blocks.flatten()).unflatten(0, short.blocks.shape)
-            of_rows = by_head[short.places].float().unsqueeze(1)
+            of_rows = by_head if short.is_all else by_head[short.places]
+            of_rows = (of_rows.float() * self.scale).unsqueeze(1)
             scores = torch.matmul(of_rows, keys.float())  # (rows, pages, kv_heads, group, cells)
-            scores = scores.permute(2, 0, 3, 1, 4).flatten(-2) * self.scale
-            cells = torch.arange(scores.shape[-1])
-            seen = cells <= short.last[:, None]
-            if window > 0:
-                seen &= cells > short.last[:, None] - window
-            scores.masked_fill_(~seen[:, None], -torch.inf)
-            masses[:, short.places] = scores.logsumexp(-1)
+            scores = scores.permute(2, 0, 3, 1, 4).flatten(-2)
+            scores.masked_fill_(short.hidden(window), -torch.inf)
+            of_pages = scores.logsumexp(-1)
+            if short.is_all:
+                return of_pages
+            masses[:, short.places] = of_pages
         for row in plan.long:
             keys = keys_of(kv_cache, row.blocks).float()  # (pages, kv_heads, head_dim, cells)
             keys = keys.permute(1, 2, 0, 3).flatten(-2)
@@ -267,5 +280,6 @@ def _make_plan(layer_name: str, metadata: Any, page_size: int) -> _Plan | None:
         # a row's unused pages are those of nobody, or of another text
         is_used = torch.arange(num_pages) * page_size <= last[:, None]
         pages = torch.where(is_used, pages, 0)
-        one_token.append(_OneTokenRows(torch.tensor(places), pages, last))
+        is_all = list(places) == list(range(len(rows.tokens)))
+        one_token.append(_OneTokenRows(torch.tensor(places), is_all, pages, last, page_size))
     return _Plan(rows, one_token, long)

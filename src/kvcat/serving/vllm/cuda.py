@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvcat.attention.kernels import EXTRA_CHANNELS, extend_keys
-from kvcat.serving.beside import LayerBeside, attend_document
+from kvcat.serving.beside import LayerBeside, attend_documents
 from kvcat.serving.vllm.connector import layer_number, memory_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Float, Int, Tensor
@@ -79,7 +79,7 @@ def attend_flash(
     scale: float,
     version: int,
 ) -> tuple[Float[Tensor, "kv_heads tokens group head_dim"], Float[Tensor, "kv_heads tokens group"]]:
-    """``attend_document`` by one call of FlashAttention.
+    """``attend_documents`` by one call of FlashAttention.
 
     Args:
         queries: by KV head.
@@ -166,8 +166,11 @@ class DocumentsImpl(FlashAttentionImpl):
                     queries[:, part], held, scale=self.scale, version=self.vllm_flash_attn_version
                 )
             else:
-                attended[:, part], mass[:, part] = attend_document(
-                    queries[:, part], held, rows.positions[part], scale=self.scale
+                attended[:, part], mass[:, part] = attend_documents(
+                    queries[:, part],
+                    [(held, 0, document.stop - document.start)],
+                    rows.positions[part],
+                    scale=self.scale,
                 )
         shape = (len(rows.tokens), self.num_heads, self.head_size)
         merged = output.new_empty(shape)
