@@ -43,6 +43,9 @@ def serve(
 ) -> None:
     """Serve the documents of a store with OpenAI's API, on plain transformers.
 
+    It needs no engine and serves every model that kvcat compresses. For many requests at once use
+    vLLM, which reads the same store (docs/serving.md).
+
     A request names its document, or several, in the field `kvcat`. Questions that wait for the same
     documents are answered in one batch, the others one after another.
 
