@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 import torch
@@ -96,6 +97,11 @@ class Document:
         draw = draws(self.seed, "facts", self.kind, self.length, self.index)
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: KINDS[self.kind]]]
 
+    @property
+    def asked(self) -> list[Any]:
+        """What records hold of the questions."""
+        return self.facts
+
     @cached_property
     def head(self) -> list[int]:
         """Token ids of the chat template's opening; its control tokens are not text."""
@@ -152,7 +158,7 @@ class Document:
         """The dense cache of as many tokens as a budget has slots: the template's opening and both
         ends of the text."""
         head = len(self.head)
-        room = max(2, slots_for(self.length, keep, None) - head)
+        room = max(2, slots_for(len(self.ids), keep, None) - head)
         ids = torch.tensor([[*self.ids[:head], *cut_middle(self.ids[head:], room)]])
         return trace(self.model, ids, supervision="self").dense_cache()
 
@@ -188,7 +194,7 @@ def answered(
         "document": document.name,
         "kind": document.kind,
         "length": document.length,
-        "asked": document.facts,
+        "asked": document.asked,
     }
     traces: dict[str, Trace] = {}
     for condition in conditions:

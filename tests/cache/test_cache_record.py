@@ -29,7 +29,6 @@ FULL = CacheRecord(
     held_out_kl=0.125,
     id="a/1",
     text_checksum="c0",
-    layer_slots=(3, 8),
 )
 
 

@@ -39,29 +39,3 @@ def test_budgets_are_measured_once_and_used_for_other_documents(
     assert "was made with budgets" in mistake(*words)
     words = ["budgets", tiny_folder, "--corpus", corpus, "-o", tmp_path / "b", "--tokens", 200]
     assert "no document has 200 tokens" in mistake(*words)
-
-
-def test_budgets_in_two_sizes_make_a_checkpoint_with_short_layers_for_vllm(
-    tiny_folder, tmp_path, mistake
-):
-    corpus = tmp_path / "corpus"
-    corpus.mkdir()
-    (corpus / "a.txt").write_text("".join(sentences(4)))
-    two = tmp_path / "two.json"
-    words = ["budgets", tiny_folder, "--corpus", corpus, "-o", two, "--tokens", 32]
-    assert run([str(word) for word in (*words, "--two-sizes", "--documents", 1)]) == 0
-    words[4:6] = ["-o", tmp_path / "heads.json"]
-    assert run([str(word) for word in (*words[:4], *words[4:], "--documents", 1)]) == 0
-    words = ["widen", tiny_folder, "-o", tmp_path / "wide", "--budgets"]
-    assert "belong together" in mistake(*words, two)
-    assert "no long layers" in mistake(*words, tmp_path / "heads.json", "--window", 40)
-    assert "for vLLM" in mistake(
-        "widen", tiny_folder, "-o", tmp_path / "a.gguf", "--budgets", two, "--window", 40
-    )
-    assert not (tmp_path / "wide").exists()
-    assert run([str(word) for word in (*words, two, "--window", 40)]) == 0
-    overrides = json.loads((tmp_path / "wide" / "vllm.json").read_text())
-    assert overrides["sliding_window"] == 40
-    assert sorted(overrides["layer_types"]) == ["full_attention", "sliding_attention"]
-    config = json.loads((tmp_path / "wide" / "config.json").read_text())
-    assert "sliding_window" not in config

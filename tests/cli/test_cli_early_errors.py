@@ -113,7 +113,7 @@ def test_a_text_that_is_too_long_for_the_model(tiny_folder, tmp_path, mistake):
     words = ["compress", tiny_folder, "--text", text, "-o", tmp_path / "out"]
     assert "tokens, and the model 256 positions: shorten the text" in mistake(*words)
     text.write_text("".join(sentences(10, seed=1)))
-    assert "too few for it and the copy of it" in mistake(*words)
+    assert "tokens of its repetition: supervision self repeats nothing" in mistake(*words)
 
 
 @without_weights

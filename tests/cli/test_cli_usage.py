@@ -224,11 +224,17 @@ class Stopped(Exception):  # noqa: N818
             "kvcat: this machine has not enough memory for it: take a smaller model, "
             "text or batch\n",
         ),
+        (
+            RuntimeError("unable to mmap 4 bytes from file <m>: Cannot allocate memory (12)"),
+            2,
+            "kvcat: this machine has not enough memory for it: take a smaller model, "
+            "text or batch\n",
+        ),
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
         (Stopped("saved\nat step 3"), 143, "kvcat: saved at step 3\n"),
     ],
-    ids=["memory", "not allowed", "Ctrl-C", "signal"],
+    ids=["memory", "mapped memory", "not allowed", "Ctrl-C", "signal"],
 )
 def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_code(
     raised, code, message, capsys, monkeypatch

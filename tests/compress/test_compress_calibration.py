@@ -57,33 +57,6 @@ def test_sizes_are_fractions_of_the_text_and_what_is_left_goes_to_the_largest_er
         assert counts == [8, 16, 8, 32]
 
 
-def test_two_sizes_are_the_pair_with_the_smallest_total_error(document, calibrated):
-    two = replace(calibrated, long_layers=(0,))
-    # 24 on average: 32 leave the first layer no error, 16 the second as little as can be
-    assert two.two_sizes(24, 64)[1:] == (32, 16)
-    assert two.two_sizes(24, 64).error == pytest.approx(1.0, abs=1e-6)
-    slots = two.allocate(Prefix.of(document), 12)
-    assert [slots[layer, 2, head] for layer in range(2) for head in range(2)] == [16, 16, 8, 8]
-
-
-def test_long_layers_are_those_that_need_more_slots(calibrated):
-    needs = replace(calibrated, errors=(steps(2, 2), steps(8, 8)))
-    assert needs.in_two_sizes().long_layers == (1,)
-    swapped = replace(needs, errors=needs.errors[::-1])
-    assert swapped.in_two_sizes().long_layers == (0,)
-    with pytest.raises(InputError, match="one layer"):
-        replace(needs, errors=needs.errors[:1]).in_two_sizes()
-
-
-def test_the_number_of_long_layers_divides_a_model_into_equal_groups(calibrated):
-    """Five of seven layers need much: groups of one layer are the only equal ones."""
-    errors = (*[steps(2, 2)] * 2, *[steps(8, 8)] * 5)
-    long = replace(calibrated, errors=errors).in_two_sizes().long_layers
-    assert len(long) in (1, 6)
-    six = replace(calibrated, errors=errors[:6]).in_two_sizes().long_layers
-    assert 6 % min(len(six), 6 - len(six)) == 0
-
-
 def test_a_file_of_the_documents_errors_gives_the_cache_of_the_adaptive_choice(
     model, windows, tmp_path
 ):

@@ -104,7 +104,6 @@ def test_the_file_holds_all_that_a_reader_needs(tmp_path):
     assert json.loads(metadata.pop("record")) == {
         "method": "random",
         "options": {"original_num_tokens": "30"},
-        "layer_slots": [3, 8],
     }
     assert metadata == {
         "format": "kvcat-prefix-2",

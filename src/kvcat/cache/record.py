@@ -45,8 +45,6 @@ class CacheRecord:
         held_out_kl: KL that was measured on held-out positions, in nats per token.
         id: of the document in a store.
         text_checksum: of the document's text in a store.
-        layer_slots: slots of every layer's fullest head before a prefix for an engine was filled
-            up.
     """
 
     method: str = ""
@@ -70,7 +68,6 @@ class CacheRecord:
     held_out_kl: float | None = None
     id: str = ""
     text_checksum: str = ""
-    layer_slots: tuple[int, ...] = ()
 
     @classmethod
     def from_json(cls, text: str, name: object) -> "CacheRecord":
@@ -103,7 +100,7 @@ class CacheRecord:
     def texts(self) -> dict[str, str]:
         """What people read of the record, by name."""
         shown = self._known()
-        for name in ("first_ids", "first_slots", "layer_slots"):
+        for name in ("first_ids", "first_slots"):
             shown.pop(name, None)
         for name in {"protected", "protected_later"} & set(shown):
             shown[name] = range_text(shown[name])

@@ -34,7 +34,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "pack": (
         "cli.cache_files.pack",
-        "Convert a saved cache for llama.cpp, vLLM or plain transformers.",
+        "Convert a saved cache for llama.cpp or plain transformers.",
     ),
     "report": ("cli.report.report", "Write a report on evaluations: tables, plots and a page."),
     "theory histogram": (

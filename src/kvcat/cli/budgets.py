@@ -16,7 +16,6 @@ def budgets(
     output: opt.Output,
     documents: opt.Count = 50,
     tokens: opt.Count = 1024,
-    two_sizes: bool = False,
     overwrite: opt.Overwrite = False,
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
@@ -37,8 +36,6 @@ def budgets(
         output: JSON file to write.
         documents: Most documents to use, the first that are long enough, of files in random order.
         tokens: Length of the excerpt of every document.
-        two_sizes: Only two numbers of slots, one for long layers and one for the others, for vLLM:
-            docs/serving.md.
         text_column: Column of a table that holds the texts.
         id_column: Column of a table that holds the ids of the documents.
     """
@@ -73,8 +70,6 @@ def budgets(
         )
     loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
     calibrated = calibrate_on(loaded, sample)
-    if two_sizes:
-        calibrated = calibrated.in_two_sizes()
     calibrated.save(output)
     measured = "1 document" if len(sample) == 1 else f"{len(sample)} documents"
     print(f"{output}: budgets of {measured} of {tokens} tokens")

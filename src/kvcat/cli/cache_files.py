@@ -9,7 +9,7 @@ from kvcat import option_types as opt
 from kvcat.cli import early
 from kvcat.cli.options import check_output
 from kvcat.errors import InputError
-from kvcat.files import check_new_folder, write_sums, write_text
+from kvcat.files import check_new_folder
 from kvcat.options import SEAM_TOKENS
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def pack(
     overwrite: opt.Overwrite = False,
     device: opt.Device = "cpu",
 ) -> None:
-    """Write a saved cache, or several as one, as plain tensors for engines without kvcat.
+    """Write a saved cache, or several as one, as plain tensors for llama.cpp and transformers.
 
     docs/serving.md shows how each engine reads the file. With --head-dim the file is for the
     widened checkpoint (`kvcat widen`), and keeps the log-bias and unequal numbers of slots per
@@ -141,32 +141,24 @@ def widen(
     head_dim: opt.Unset[int] = None,
     gguf_type: opt.Unset[Literal["float16", "float32", "q8_0"]] = None,
     dtype: opt.Unset[opt.Dtype] = None,
-    budgets: opt.Unset[Path] = None,
-    window: opt.Unset[opt.Count] = None,
     overwrite: opt.Overwrite = False,
 ) -> None:
-    """Write a checkpoint with which unmodified engines can answer from any compact cache.
+    """Write a checkpoint with which llama.cpp can answer from any compact cache.
 
     Its keys have extra channels for the log-bias. Its logits equal those of the model. It can use
     the model's caches after `kvcat pack --head-dim`.
 
-    Example: kvcat widen smollm2-135m -o wide
+    vLLM needs none: it reads compact caches as they are (docs/serving.md).
+
+    Example: kvcat widen smollm2-135m -o wide.gguf
 
     Args:
-        output: A Hugging Face folder, for vLLM and transformers; or NAME.gguf, for llama.cpp.
-        head_dim: Head dimension to write; by default the next one that vLLM supports on a CPU.
+        output: NAME.gguf, for llama.cpp; or a Hugging Face folder, for transformers without kvcat.
+        head_dim: Head dimension to write; by default the next multiple of 16.
         gguf_type: Data type of the matrices in a .gguf file; by default float16.
         dtype: Data type of the weights in a folder; by default float32.
-        budgets: File of `kvcat budgets --two-sizes`; writes vllm.json, with which vLLM holds the
-            short layers in a window. By default all layers have equal room.
-        window: With --budgets: tokens of that window, slots of the short layers, question and
-            answer.
     """
     is_gguf = output.suffix == ".gguf"
-    if (budgets is None) != (window is None):
-        raise InputError("--budgets and --window belong together")
-    if budgets is not None and is_gguf:
-        raise InputError("--budgets is for vLLM: llama.cpp holds equally many cells in every layer")
     if gguf_type is not None and not is_gguf:
         raise InputError(f"--gguf-type is for a .gguf file, and {output} is a folder: give --dtype")
     if dtype is not None and is_gguf:
@@ -178,23 +170,15 @@ def widen(
     early.check_model(model)
 
     import kvcat
-    from kvcat.compress.calibration import load_budgets
     from kvcat.models import save
-    from kvcat.serving import layer_overrides, widen, write_gguf
+    from kvcat.serving import widen, write_gguf
 
-    calibrated = None if budgets is None else load_budgets(budgets)
     loaded, tokenizer = kvcat.load(model, dtype=dtype or "float32", tokenizer=not is_gguf)
-    overrides = None
-    if calibrated is not None and window is not None:
-        overrides = layer_overrides(loaded, calibrated, window)
     wide = widen(loaded, head_dim)
     if is_gguf:
         write_gguf(wide, output, dtype=gguf_type or "float16")
     else:
         save(wide, tokenizer, output)
-    if overrides is not None:
-        write_text(output / "vllm.json", json_module.dumps(overrides, indent=2) + "\n")
-        write_sums(output)
     config = wide.config
     print(
         f"{output}: heads of {config.head_dim} channels, "

@@ -9,12 +9,12 @@ import json
 import random
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from itertools import islice
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import numpy as np
 import torch
@@ -41,14 +41,6 @@ _BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
 _LEAST_ERROR = 1e-9  # relative to that of the smallest size
 
 
-class TwoSizes(NamedTuple):
-    """Numbers of slots of two kinds of layers."""
-
-    error: float  # total of all heads
-    long: int
-    short: int
-
-
 @dataclass(frozen=True)
 class CalibratedBudgets:
     """The mean error of every head of a model by number of slots.
@@ -59,9 +51,6 @@ class CalibratedBudgets:
         num_tokens: tokens of each.
         sizes: numbers of slots of these, ascending from 1 to all.
         errors: by layer and KV head, the error at each size.
-        long_layers: the heads of these layers all get the same number of slots, and those of the
-            others another, smaller one, for engines with two kinds of layers; (): every head its
-            own.
     """
 
     model: str
@@ -70,7 +59,6 @@ class CalibratedBudgets:
     num_tokens: int
     sizes: tuple[int, ...]
     errors: tuple[tuple[tuple[float, ...], ...], ...]
-    long_layers: tuple[int, ...] = ()
 
     def allocate(self, prefix: Prefix, num_slots: int) -> dict[HeadIndex, int]:
         """The number of slots of every head of a prefix; their average is ``num_slots``.
@@ -89,14 +77,6 @@ class CalibratedBudgets:
         self._check_prefix(prefix, num_slots)
         prefix_len = prefix.max_slots
         counts_of_layers = [layer.present_counts().tolist() for layer in prefix.layers]
-        if self.long_layers:
-            _, long, short = self.two_sizes(num_slots, prefix_len)
-            return {
-                (layer, example, head): min(count, long if layer in self.long_layers else short)
-                for layer, counts_of_examples in enumerate(counts_of_layers)
-                for example, counts in enumerate(counts_of_examples)
-                for head, count in enumerate(counts)
-            }
         curves: dict[HeadIndex, Curve] = {}
         candidates = slot_sizes(num_slots, prefix_len)
         for layer, counts_of_examples in enumerate(counts_of_layers):
@@ -106,26 +86,6 @@ class CalibratedBudgets:
                     errors = self._errors_at(layer, head, sizes, prefix_len)
                     curves[layer, example, head] = dict(zip(sizes, errors, strict=True))
         return share_out(curves, num_slots, prefix_len, by_layer=False)
-
-    def two_sizes(self, num_slots: int, prefix_len: int) -> TwoSizes:
-        """The numbers of slots of the heads of long layers and of the others.
-
-        Of all pairs whose average is at most ``num_slots``, the pair with the smallest total error.
-        """
-        sizes = np.arange(1, prefix_len + 1)
-        errors = [np.zeros(prefix_len), np.zeros(prefix_len)]  # of short and of long layers
-        num_heads = [0, 0]
-        for layer, of_layer in enumerate(self.errors):
-            is_long = layer in self.long_layers
-            num_heads[is_long] += len(of_layer)
-            for head in range(len(of_layer)):
-                errors[is_long] += self._errors_at(layer, head, sizes.tolist(), prefix_len)
-        short = sizes[:num_slots]
-        num_left = sum(num_heads) * num_slots - num_heads[False] * short
-        long = np.minimum(num_left // num_heads[True], prefix_len)
-        totals = errors[False][short - 1] + errors[True][long - 1]
-        best = totals.argmin()
-        return TwoSizes(float(totals[best]), int(long[best]), int(short[best]))
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Reject another model with an ``InputError``."""
@@ -169,32 +129,6 @@ class CalibratedBudgets:
         log_fractions = np.log(np.array(self.sizes) / self.num_tokens)
         wanted = np.log(np.array(sizes) / prefix_len)
         return np.exp(np.interp(wanted, log_fractions, log_errors)).tolist()
-
-    def in_two_sizes(self) -> "CalibratedBudgets":
-        """The same budgets with long layers, chosen for a tenth of the text.
-
-        Their number is such that the smaller kind of layers divides all: engines hold layers in
-        groups of equally many.
-        """
-        num_slots = max(1, self.num_tokens // 10)
-        curves: dict[HeadIndex, Curve] = {}
-        sizes = slot_sizes(num_slots, self.num_tokens)
-        for layer, of_layer in enumerate(self.errors):
-            for head in range(len(of_layer)):
-                errors = self._errors_at(layer, head, sizes, self.num_tokens)
-                curves[layer, 0, head] = dict(zip(sizes, errors, strict=True))
-        slots = share_out(curves, num_slots, self.num_tokens, by_layer=True)
-        num_layers = len(self.errors)
-        by_need = sorted(range(num_layers), key=lambda layer: -slots[layer, 0, 0])
-        choices = []
-        for num_long in range(1, num_layers):
-            if num_layers % min(num_long, num_layers - num_long) == 0:
-                choice = replace(self, long_layers=tuple(sorted(by_need[:num_long])))
-                error = choice.two_sizes(num_slots, self.num_tokens).error
-                choices.append((error, num_long, choice))
-        if not choices:
-            raise InputError("a model of one layer has no long and short layers")
-        return min(choices)[2]
 
     @cached_property
     def digest(self) -> str:

@@ -73,7 +73,7 @@ def compose(
         return caches[0] if refit is None else refit_slots(refit, caches[0].unpacked())
     num_seams = [min(seam_tokens, cache.num_tokens) for cache in caches]
     later = [
-        _slots_behind(cache, max(1, num_seam), f"document {number}", required=num_seam > 0)
+        slots_behind(cache, max(1, num_seam), f"document {number}", required=num_seam > 0)
         for number, (cache, num_seam) in enumerate(zip(caches, num_seams, strict=True), start=1)
     ]
     composed = caches[0].unpacked()
@@ -164,7 +164,7 @@ def _joined(sections: Sequence[HeadGrid]) -> Layer:
     return CompactLayer.of_heads(heads)
 
 
-def _slots_behind(
+def slots_behind(
     cache: CompactCache, num_tokens: int, name: str, *, required: bool
 ) -> list[HeadGrid]:
     """The slots of a cache without those of its first ``num_tokens`` tokens, per layer.

@@ -69,8 +69,8 @@ def compress_document(
     check_kind(DocumentSettings, "a DocumentSettings or None", settings=settings)
     check_not_wrapped(model)
     compressor = document_compressor(settings)
-    sequence, protected = encoded_document(tokenizer, model.config, text, settings)
-    trace = sequence_trace(model, sequence, supervision=settings.supervision, room=settings.room)
+    sequence, protected = encoded_document(tokenizer, model.config, text, settings, compressor)
+    trace = read_document(model, sequence, settings, compressor)
     return compress_trace(protecting(trace, protected), compressor, settings)
 
 
@@ -98,6 +98,7 @@ def encoded_document(
     config: PreTrainedConfig,
     text: str,
     settings: DocumentSettings,
+    compressor: Compressor,
 ) -> tuple[Reconstruction, Sequence[Range]]:
     """The token ids of a document and the ranges among them that stay exact; needs no weights.
 
@@ -106,13 +107,15 @@ def encoded_document(
         config: of the model.
         text: the document.
         settings: how its cache will be made.
+        compressor: that of the settings.
 
     Raises:
         InputError: as ``compress_document``.
     """
     positions = positions_of(config)
     sequence = reconstruction(tokenizer, text, chat=settings.chat, positions=positions)
-    check_length(config, sequence, settings.supervision)
+    in_parts = _repeats_in_parts(settings, compressor)
+    check_length(config, sequence, settings.supervision, in_parts=in_parts)
     protected = protected_ranges(
         tokenizer,
         text,
@@ -121,6 +124,32 @@ def encoded_document(
         chat=settings.chat,
     )
     return sequence, protected
+
+
+def read_document(
+    model: PreTrainedModel,
+    sequence: Reconstruction,
+    settings: CacheSettings,
+    compressor: Compressor,
+    on_read: Callable[[], None] = lambda: None,
+) -> Trace:
+    """The trace of a document, or of several of equal length, for the method of the settings.
+
+    ``on_read`` is as in ``sequence_trace``.
+    """
+    return sequence_trace(
+        model,
+        sequence,
+        supervision=settings.supervision,
+        room=settings.room,
+        in_parts=_repeats_in_parts(settings, compressor),
+        on_read=on_read,
+    )
+
+
+def _repeats_in_parts(settings: CacheSettings, compressor: Compressor) -> bool:
+    """Whether nothing learns from the predictions of one repetition of the whole document."""
+    return settings.learner is None and not compressor.needs_predictions
 
 
 def compress_trace(

@@ -16,8 +16,8 @@ from kvcat.compress import (
     split_supervision,
     supervised_kl,
 )
-from kvcat.compress.document_cache import compress_trace
-from kvcat.compress.documents import sequence_trace
+from kvcat.compress.document_cache import compress_trace, read_document
+from kvcat.compress.parts import num_positions_in_parts
 from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import CorpusDocument
@@ -65,8 +65,8 @@ def encode_document(
 ) -> EncodedDocument:
     """The document as token ids, or why that is not possible.
 
-    A document that fits into the model's positions alone, but not with a copy of it, gets the
-    supervision "self", unless the settings need the copy.
+    A document that fits into the model's positions alone, but not with a part of it repeated, gets
+    the supervision "self", unless the settings need the copy.
     """
     if document.reason is not None:
         return EncodedDocument(document, problem=document.reason)
@@ -75,7 +75,7 @@ def encode_document(
     except InputError as error:
         return EncodedDocument(document, problem=str(error))
     supervision = settings.supervision
-    is_too_long = sequence.input_ids.shape[1] > positions >= sequence.prefix_len
+    is_too_long = num_positions_in_parts(sequence, positions) > positions >= sequence.prefix_len
     if is_too_long and settings.learner is None:
         supervision = "self"
     return EncodedDocument(document, sequence, supervision=supervision)
@@ -150,12 +150,9 @@ class CorpusCompressor:
         """The cache of every document with its KL on held-out positions, if that is measured."""
         sequences = [encoded.sequence for encoded in batch if encoded.sequence is not None]
         input_ids = torch.cat([sequence.input_ids for sequence in sequences])
-        trace = sequence_trace(
-            self.model,
-            replace(sequences[0], input_ids=input_ids),
-            supervision=batch[0].supervision,
-            room=self.settings.room,
-        )
+        settings = replace(self.settings, supervision=batch[0].supervision)
+        sequence = replace(sequences[0], input_ids=input_ids)
+        trace = read_document(self.model, sequence, settings, self.settings.compressor)
         together = self._compress(trace).to("cpu")
         kls = self._held_out_kls(trace) if self.settings.check else [None] * len(batch)
         for index, encoded in enumerate(batch):

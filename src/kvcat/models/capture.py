@@ -67,6 +67,7 @@ def capture(
     chunk_tokens: int = CHUNK_TOKENS,
     rope: Factors | None = None,
     layers: Sequence[int] | None = None,
+    first_slot: int = 0,
 ) -> Capture:
     """The keys, values, queries and hidden states of a dense forward.
 
@@ -88,6 +89,8 @@ def capture(
             this length.
         layers: numbers of the layers whose states are captured; None: all. The lists of the result
             have these layers in this order.
+        first_slot: first slot of every layer whose key and value are captured, those of ``past``
+            included; the others are in no result.
 
     Raises:
         InputError: ``torch.autocast`` is on, or an argument is not valid.
@@ -120,7 +123,9 @@ def capture(
         stack.enter_context(held_factors(model, held))
         bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
         stack.enter_context(bar)
-        recording = _Recording(type(model).__name__, numbers, query_positions.cpu(), bar)
+        recording = _Recording(
+            type(model).__name__, numbers, query_positions.cpu(), bar, first_slot
+        )
         for number, layer in enumerate(modules):
             hook = partial(recording.measure, number=number)
             stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
@@ -145,6 +150,7 @@ class _Recording:
         numbers: of the layers whose states are kept.
         query_positions: tokens whose queries are kept, ascending, on the CPU.
         bar: advances by one for each layer of each chunk.
+        first_slot: as in ``capture``.
     """
 
     def __init__(
@@ -153,11 +159,13 @@ class _Recording:
         numbers: list[int],
         query_positions: Int[Tensor, " kept"],
         bar: Any,
+        first_slot: int,
     ):
         self.model_class = model_class
         self.numbers = numbers
         self.query_positions = query_positions
         self.bar = bar
+        self.first_slot = first_slot
         # positions in this chunk whose queries are kept
         self.chunk_positions = query_positions
         # keys and values of the whole text so far, and the factor on q.k, by layer
@@ -192,6 +200,9 @@ class _Recording:
         positions = self.chunk_positions
         is_all = len(positions) == queries.shape[2]
         self.queries[layer].append(queries if is_all else queries[:, :, positions])
+        if self.first_slot:  # without the memory of the slots before it
+            keys = keys[:, :, self.first_slot :].clone()
+            values = values[:, :, self.first_slot :].clone()
         self.latest[layer] = (keys, values, scale)
 
     def measure(

@@ -37,6 +37,7 @@ from kvcat.files import (
     write_text,
 )
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
+from kvcat.memory import is_out_of_memory
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
 from kvcat.models.gguf_tokenizer import follow_gguf_settings
 from kvcat.models.self_test import self_test
@@ -242,6 +243,8 @@ def _read(path: Path, kind: Any, doing: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(folder, **options)
     except Exception as error:  # whatever a damaged file makes transformers raise
+        if is_out_of_memory(error):
+            raise
         raise InputError(f"cannot {doing} {path}: {one_line(error)}") from error
 
 

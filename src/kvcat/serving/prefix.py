@@ -6,7 +6,6 @@ query sees. Without a widened checkpoint, the cache must have no log-bias and eq
 all heads of a layer.
 """
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +17,7 @@ from kvcat.cache import (
     CacheRecord,
     CompactCache,
     CompactLayer,
-    FirstSlots,
     fingerprint,
-    first_slots,
 )
 from kvcat.cache.files import PREFIX, read_tensors, write_tensors
 from kvcat.errors import InputError, whole
@@ -83,12 +80,7 @@ def plain_prefix(
     options = {**cache.record.options, "original_num_tokens": str(cache.num_tokens)}
     if cache.has_log_bias:
         options["log_bias"] = "dropped" if drop_log_bias else "in the keys"
-    record = replace(
-        cache.record,
-        options=options,
-        first_slots=known_first_slots(cache),
-        layer_slots=tuple(layer.max_slots for layer in cache.layers),
-    )
+    record = replace(cache.record, options=options)
     return replace(cache, layers=layers, num_tokens=length, record=record)
 
 
@@ -135,66 +127,27 @@ def export_prefix(
     return plain
 
 
-def known_first_slots(cache: CompactCache) -> FirstSlots:
-    """Which of the first tokens have a slot; (): that is not known."""
-    grids = [layer.heads() for layer in cache.ordinary_layers()]
-    known = first_slots(grids) or cache.record.first_slots  # recorded by a cache in few bits
-    if not known and cache.mean_slots == cache.num_tokens and not cache.record.protected:
-        every_token = torch.arange(cache.num_tokens)
-        known = first_slots(
-            [
-                [[replace(head, positions=every_token) for head in row] for row in grid]
-                for grid in grids
-            ]
-        )
-    return known
-
-
 @dataclass(frozen=True, kw_only=True)
-class PackedDocument(ABC):
-    """The cache of one document as a prefix of a model in an engine.
-
-    Args:
-        digest: a checksum, which distinguishes documents.
-        chat: whether the document opens a user's turn in the chat template.
-        chat_template: digest of that template; empty: not known.
-        num_slots: of every head, and the position of the next token.
-        num_tokens: of the document.
-        shape: layers, KV heads, channels.
-        first_slots: which first tokens have slots (``CacheRecord``).
-        layer_slots: of the fullest head in every layer; the others only fill it up and come first.
-            (): ``num_slots`` in every layer.
-    """
-
-    digest: str
-    chat: bool
-    chat_template: str = ""
-    num_slots: int
-    num_tokens: int = 0
-    shape: tuple[int, int, int]
-    first_slots: FirstSlots = ()
-    layer_slots: tuple[int, ...] = ()
-
-    @abstractmethod
-    def load(self) -> list[LayerStates]:
-        """Keys and values of every layer.
-
-        Raises:
-            InputError: the cache is damaged or has changed.
-        """
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prefix(PackedDocument):
+class Prefix:
     """A file of ``export_prefix`` that engines can use; ``load`` reads its tensors.
 
     Args:
         path: of the file.
+        digest: its checksum.
         fingerprint: of the model that the cache was made with.
+        chat: whether the document opens a user's turn in the chat template.
+        chat_template: digest of that template; empty: not known.
+        num_slots: of every head, and the position of the next token.
+        shape: layers, KV heads, channels.
     """
 
     path: Path
+    digest: str
     fingerprint: str
+    chat: bool
+    chat_template: str = ""
+    num_slots: int
+    shape: tuple[int, int, int]
 
     def load(self) -> list[LayerStates]:
         """Keys and values of every layer.
@@ -240,9 +193,6 @@ def read_prefix(path: str | Path) -> Prefix:
         chat_template=record.chat_template,
         num_slots=num_slots,
         shape=(num_layers, num_kv_heads, head_dim),
-        num_tokens=int(entries.get("num_tokens", "0")),
-        first_slots=record.first_slots,
-        layer_slots=record.layer_slots,
     )
 
 
@@ -276,8 +226,7 @@ def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> No
 def wide_layer(layer: CompactLayer, num_slots: int, head_dim: int) -> CompactLayer:
     """The layer with wide keys that hold the log-bias, and ``num_slots`` slots in every head.
 
-    No query sees the added slots. They come first: the layer's slots are next to the text after
-    them, inside the sliding window that a widened model may have in this layer.
+    No query sees the added slots.
     """
     keys = layer.keys  # (batch, kv_heads, slots, narrow)
     narrow = keys.shape[-1]

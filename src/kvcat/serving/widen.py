@@ -33,8 +33,7 @@ from kvcat.models.structure import relative_error
 from kvcat.types import Float, Tensor
 
 UNSEEN = -1000.0
-# The head sizes of vLLM's attention on a CPU; llama.cpp supports any.
-_ENGINE_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+_STEP = 16  # of the head sizes that are chosen; llama.cpp supports any
 _TOLERANCE = 1e-3  # of logits: the wide model's rotary frequencies are rounded to float32
 _STILL = 1e25  # a frequency divided by this rotates nothing within any context
 # The type of the widened model, by the type of the original.
@@ -67,8 +66,7 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
 
     Args:
         model: a Llama, Mistral, Qwen2 or SmolLM model without sliding windows.
-        head_dim: even, larger than the model's; None chooses the next size that vLLM's attention on
-            a CPU supports.
+        head_dim: even, larger than the model's; None chooses the next multiple of 16.
 
     Raises:
         InputError: a model that cannot be widened, a head_dim that does not fit, or logits that
@@ -78,8 +76,7 @@ def widen(model: PreTrainedModel, head_dim: int | None = None) -> PreTrainedMode
     config = model.config.get_text_config(decoder=True)
     _check_family(model, config)
     narrow = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    larger_sizes = [size for size in _ENGINE_SIZES if size > narrow]
-    wide = next(iter(larger_sizes), 0) if head_dim is None else whole("head_dim", head_dim)
+    wide = _STEP * (narrow // _STEP + 1) if head_dim is None else whole("head_dim", head_dim)
     if wide <= narrow or wide % 2 or narrow % 2:
         raise InputError(f"head_dim must be even and larger than the model's {narrow}, not {wide}")
     rotary: Any = rotary_module(model)

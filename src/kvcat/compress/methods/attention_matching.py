@@ -1,7 +1,8 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,17 +17,25 @@ from kvcat.cache import (
     Layer,
 )
 from kvcat.compress.base import Compressor
-from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
+from kvcat.compress.budgets import (
+    Curve,
+    attention_and_curves,
+    share_out,
+    share_out_parts,
+    slot_sizes,
+)
 from kvcat.compress.calibration import load_budgets
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import fitted_queries, usual_own_weight
+from kvcat.compress.queries import PartQueries, fitted_queries, usual_own_weight
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_one_of, did_you_mean
 from kvcat.options import check_options
+from kvcat.types import Tensor
 
 BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -40,6 +49,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "budgets": "equal",
     },
 }
+
+PART_TOKENS = 2048
+"""Most tokens of a long document whose slots are fitted together."""
+_SAMPLED = 0.5  # queries of other parts, relative to those of a part
+_LEAST_SLOTS = 4  # of a part, on average
 
 
 @dataclass(frozen=True)
@@ -149,27 +163,105 @@ class AttentionMatching(_Options):
         self, prefix: Prefix, sizes: Sequence[int], bits: int | None
     ) -> Iterator[list[HeadGrid]]:
         """For every size, the heads of every layer; quantised with ``bits``."""
-        fitted = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
+        queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
+        segments = prefix.parts(PART_TOKENS)
+        # few slots are soon fitted, and may be fewer than there are parts
+        enough = _LEAST_SLOTS * len(segments)
+        if len(segments) > 1 and self._fits_parts(bits) and min(sizes) >= enough:
+            yield from self._fitted_parts(prefix, segments, queries, sizes)
+            return
         drawn = None
         if self.num_queries is not None:
-            drawn = draw_rows(prefix.trace, fitted, self.num_queries, self.seed)
-        heads = Heads(prefix, fitted, drawn, self.group_elements)
+            drawn = draw_rows(prefix.trace, queries, self.num_queries, self.seed)
+        heads = Heads(prefix, queries, drawn, self.group_elements)
         dense, allocations = self._attention_and_slots(heads, sizes)
         for slots_of_heads in allocations:
-            fits: dict[HeadIndex, HeadSlots] = {}
-            groups = heads.groups_for_fit(slots_of_heads)
-            for group in _with_progress(groups, "attention matching"):
-                slots = match_attention(
-                    heads.load_fitted(group),
-                    DenseAttention.stack([dense[head] for head in group]),
-                    slots_of_heads[group[0]],
-                    num_iters=self.num_iters,
-                    ridge=self.ridge,
-                    log_bias=self.log_bias,
-                    bits=bits,
-                )
-                fits.update(zip(group, slots.split(), strict=True))
+            fits = self._fit_heads(
+                heads,
+                slots_of_heads,
+                lambda _, group: DenseAttention.stack([dense[head] for head in group]),
+                bits,
+            )
             yield [self._of_prefix(layer, index, fits) for index, layer in enumerate(prefix.layers)]
+
+    def _fits_parts(self, bits: int | None) -> bool:
+        """Whether the options allow to fit a long prefix part by part."""
+        return self.num_queries is None and self.budgets in BUDGETS and bits is None
+
+    def _fit_heads(
+        self,
+        heads: Heads,
+        slots_of_heads: Mapping[HeadIndex, int],
+        attention_of: Callable[[HeadBatch, list[HeadIndex]], DenseAttention],
+        bits: int | None = None,
+    ) -> dict[HeadIndex, HeadSlots]:
+        """The fitted slots of all heads.
+
+        Args:
+            heads: with the queries to fit to.
+            slots_of_heads: number of slots of each.
+            attention_of: gives the attention of a batch of some heads over the prefix.
+            bits: as in ``match_attention``.
+        """
+        fits: dict[HeadIndex, HeadSlots] = {}
+        groups = heads.groups_for_fit(slots_of_heads)
+        for group in _with_progress(groups, "attention matching"):
+            batch = heads.load_fitted(group)
+            slots = match_attention(
+                batch,
+                attention_of(batch, group),
+                slots_of_heads[group[0]],
+                num_iters=self.num_iters,
+                ridge=self.ridge,
+                log_bias=self.log_bias,
+                bits=bits,
+            )
+            fits.update(zip(group, slots.split(), strict=True))
+        return fits
+
+    def _fitted_parts(
+        self,
+        prefix: Prefix,
+        segments: Sequence[Prefix],
+        queries: Sequence[QuerySet],
+        sizes: Sequence[int],
+    ) -> Iterator[list[HeadGrid]]:
+        """As ``_fitted_heads``, part by part, so that the cost is linear in the number of parts.
+
+        Slots are allocated to the heads of all parts together. Of each part's attention only the
+        order of the slots is kept, and the rest is computed again.
+        """
+        part_queries = PartQueries.of(prefix, len(segments), queries, sampled=_SAMPLED)
+        longest = max(segment.max_slots for segment in segments)
+        choices = [slot_sizes(size / len(segments), longest) for size in sizes]
+        curves: list[dict[HeadIndex, Curve]] = []
+        orders: list[dict[HeadIndex, Tensor]] = []
+        for number, segment in enumerate(segments, start=1):
+            heads = Heads(segment, part_queries.part(segment), None, self.group_elements)
+            groups = _with_progress(heads.groups_for_scores(), f"attention of part {number}")
+            dense, of_part = attention_and_curves(heads, groups, set().union(*choices))
+            curves.append(of_part)
+            orders.append({head: attention.order for head, attention in dense.items()})
+        for size, choice in zip(sizes, choices, strict=True):
+            fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
+            shared = share_out_parts(curves, size, choice, by_head=self.budgets == "equal")
+            for segment, order, slots_of_heads in zip(segments, orders, shared, strict=True):
+                heads = Heads(segment, part_queries.part(segment), None, self.group_elements)
+
+                def attention_of(
+                    batch: HeadBatch, group: list[HeadIndex], order: dict[HeadIndex, Tensor] = order
+                ) -> DenseAttention:
+                    in_order = torch.stack([order[head] for head in group])
+                    return dense_attention(batch)._replace(order=in_order)
+
+                for head, fit in self._fit_heads(heads, slots_of_heads, attention_of).items():
+                    positions: Tensor = fit.positions  # type: ignore[assignment]
+                    in_prefix = positions + segment.first_slot
+                    fits[head].append(replace(fit, positions=in_prefix))
+            joined = {head: HeadSlots.joined(pieces) for head, pieces in fits.items()}
+            yield [
+                self._of_prefix(layer, index, joined) for index, layer in enumerate(prefix.layers)
+            ]
 
     def _attention_and_slots(
         self, heads: Heads, sizes: Sequence[int]

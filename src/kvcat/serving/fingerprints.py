@@ -1,0 +1,65 @@
+"""The fingerprint of a checkpoint that an engine serves, which the documents must have.
+
+A fingerprint depends on the weights as transformers loads them, in a dtype. An engine holds them in
+another form, so that the checkpoint is read once more. The result is remembered in a file of the
+user's cache until a file of the checkpoint changes.
+"""
+
+import hashlib
+import re
+from functools import lru_cache
+
+from kvcat.cache import fingerprint
+from kvcat.cache.fingerprint import FORM, SCHEME
+from kvcat.errors import InputError
+from kvcat.files import write_text
+from kvcat.hub import local_folder, models_home
+from kvcat.models import load
+
+
+class CheckpointFingerprints:
+    """Fingerprints of one checkpoint, by the dtype of its weights.
+
+    Args:
+        name: folder or Hub name.
+
+    Raises:
+        InputError: no such checkpoint.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.folder = local_folder(name)
+        self._of_dtype = lru_cache(maxsize=None)(self._find)
+
+    def __call__(self, dtype: str) -> str:
+        """The fingerprint with weights of a dtype.
+
+        Raises:
+            InputError: a model that kvcat does not support.
+        """
+        return self._of_dtype(dtype)
+
+    def _find(self, dtype: str) -> str:
+        remembered = models_home().parent / "fingerprints" / self._key(dtype)
+        try:
+            found = remembered.read_text()
+        except OSError:
+            found = ""
+        if not re.fullmatch(FORM, found):
+            model, _ = load(self.folder, dtype=dtype, tokenizer=False)
+            found = fingerprint(model)
+            try:
+                remembered.parent.mkdir(parents=True, exist_ok=True)
+                write_text(remembered, found)
+            except (OSError, InputError):
+                pass  # the next process reads the checkpoint again
+        return found
+
+    def _key(self, dtype: str) -> str:
+        """A name for the checkpoint as it is now."""
+        facts = [SCHEME, dtype, str(self.folder.resolve())]
+        files = sorted(self.folder.iterdir()) if self.folder.is_dir() else [self.folder]
+        for file in files:
+            status = file.stat()
+            facts.append(f"{file.name} {status.st_size} {status.st_mtime_ns}")
+        return hashlib.sha256("\n".join(facts).encode()).hexdigest()

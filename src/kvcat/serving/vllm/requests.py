@@ -1,0 +1,176 @@
+"""Middleware of vLLM's API server: the field ``kvcat`` of a request names documents."""
+
+# pyright: reportMissingImports=false
+
+import json
+from typing import Any
+
+from starlette.responses import JSONResponse
+from vllm.tokenizers import get_tokenizer
+
+from kvcat.errors import InputError
+from kvcat.serving.documents import Document, Documents
+from kvcat.serving.requests import FIELD, chat_ids, prompt_ids, request_fields
+from kvcat.serving.vllm.connector import NO_ADAPTERS, documents_of
+
+_TEXT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
+_PARAMETERS = "kv_transfer_params"
+# what would change the text of a conversation, which kvcat writes around the document
+_NOT_IN_CHAT = (
+    "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs",
+    "continue_final_message", "reasoning_effort", "mm_processor_kwargs",
+)  # fmt: skip
+_NOT_IN_COMPLETIONS = ("suffix", "prompt_embeds")
+_LIMITS = ("max_completion_tokens", "max_tokens")
+
+
+class DocumentRequests:
+    """Makes a request that names documents a prompt of the tokens that follow them.
+
+    Args:
+        app: of ASGI.
+    """
+
+    def __init__(self, app: Any) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Answer a request."""
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await self.app(scope, receive, send)
+            return
+        body = await _read(receive)
+        if body is None:
+            return
+        try:
+            new_body = _with_token_ids(scope["app"].state, scope["path"], body)
+        except InputError as error:
+            details = {
+                "message": str(error),
+                "type": "BadRequestError",
+                "param": FIELD,
+                "code": 400,
+            }
+            await JSONResponse({"error": details}, 400)(scope, receive, send)
+            return
+        if new_body is not body:
+            headers = [
+                (name, str(len(new_body)).encode() if name == b"content-length" else value)
+                for name, value in scope["headers"]
+            ]
+            scope = {**scope, "headers": headers}
+        await self.app(scope, _replay(new_body, receive), send)
+
+
+async def _read(receive: Any) -> bytes | None:
+    """The body of a request; None: the client is gone."""
+    pieces = []
+    while True:
+        message = await receive()
+        if message["type"] != "http.request":
+            return None
+        pieces.append(message.get("body", b""))
+        if not message.get("more_body"):
+            return b"".join(pieces)
+
+
+def _replay(body: bytes, receive: Any) -> Any:
+    """A function that returns the body, and then the messages after it."""
+    is_read = False
+
+    async def replay() -> Any:
+        nonlocal is_read
+        if is_read:
+            return await receive()
+        is_read = True
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return replay
+
+
+def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
+    """The body of a request as the connector needs it; itself if it names no document.
+
+    Args:
+        state: of the server's app; it keeps documents and tokenizer.
+        path: of the request.
+        body: JSON.
+    """
+    try:
+        request = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    name = _name_in(request)
+    if name is None:
+        return body
+    if path not in _TEXT_FIELDS:
+        raise InputError(f"{path} has no documents: use {' or '.join(_TEXT_FIELDS)}")
+    if request.get("model") in _adapter_names(state):
+        raise InputError(NO_ADAPTERS)
+    documents, tokenizer = _documents_and_tokenizer(state)
+    document = documents.find(name)
+    text_field = _TEXT_FIELDS[path]
+    is_chat = text_field == "messages"
+    for field in _NOT_IN_CHAT if is_chat else _NOT_IN_COMPLETIONS:
+        if request.get(field):
+            raise InputError(f"{field} is not supported with a document")
+    make_ids = chat_ids if is_chat else prompt_ids
+    ids = make_ids(
+        tokenizer,
+        request.get(text_field),
+        chat=document.chat,
+        chat_template=document.chat_template,
+        positions=document.longest_text,
+    )
+    fields = request_fields(document, name, ids, str(request.get("cache_salt") or ""))
+    request.pop(FIELD, None)
+    request |= _limits(request, document, len(ids), is_chat=is_chat)
+    if is_chat:  # this API has no token ids, but vLLM reads them from this field
+        fields[_PARAMETERS]["prompt_token_ids"] = fields.pop("prompt")
+    return json.dumps({**request, **fields}).encode()
+
+
+def _name_in(request: Any) -> object:
+    """What a request names; None: nothing."""
+    if not isinstance(request, dict):
+        return None
+    name = request.get(FIELD)
+    parameters = request.get(_PARAMETERS)
+    if name is None and isinstance(parameters, dict):
+        name = parameters.get(FIELD)
+    return name
+
+
+def _limits(
+    request: dict[str, Any], document: Document, num_tokens: int, *, is_chat: bool
+) -> dict[str, Any]:
+    """The field with the length of the answer, where vLLM's default could be too long.
+
+    Raises:
+        InputError: the request asks for more tokens than follow the document.
+    """
+    for field in _LIMITS if is_chat else _LIMITS[1:]:
+        asked = request.get(field)
+        if type(asked) is int:
+            document.check_length(num_tokens + asked)
+            return {}
+    document.check_length(num_tokens + 1)
+    if not is_chat:
+        return {}
+    return {_LIMITS[0]: document.longest_text - document.num_tokens - num_tokens}
+
+
+def _documents_and_tokenizer(state: Any) -> tuple[Documents, Any]:
+    """The server's, made for the first request."""
+    if not hasattr(state, "kvcat"):
+        tokenizer = get_tokenizer(state.vllm_config.model_config.tokenizer)
+        state.kvcat = (documents_of(state.vllm_config), tokenizer)
+    return state.kvcat
+
+
+def _adapter_names(state: Any) -> set[str]:
+    """The names of models with a LoRA adapter on this server."""
+    requests = getattr(getattr(state, "openai_serving_models", None), "lora_requests", ())
+    if isinstance(requests, dict):
+        requests = requests.values()
+    return {getattr(request, "lora_name", request) for request in requests}

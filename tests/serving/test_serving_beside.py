@@ -1,0 +1,295 @@
+"""Documents beside an engine's pages: attention and its merge against plain softmax in float64,
+keys before position 0 against transformers' own forward, what workers hold, which names are found.
+"""
+
+import pytest
+import torch
+from evicted_caches import evicted, ids, make_model, ragged
+
+import kvcat
+from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.models import capture
+from kvcat.serving.beside import LayerBeside, attend_documents, merge
+from kvcat.serving.documents import Document, open_documents
+from kvcat.serving.placing import Share, num_bytes, place, rotation_model
+from kvcat.serving.residents import Residents
+from kvcat.serving.vllm.worker import Worker
+from tiny import refusal
+
+GEMMA = {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 4}
+FAMILIES = {
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {"head_dim": 16},
+    "smollm3": {"num_hidden_layers": 4},
+    "phi3": {},
+    "gemma3_text": {**GEMMA, "layer_types": ["sliding_attention", "full_attention"] * 2},
+}
+LLAMA3 = {
+    "rope_parameters": {
+        "rope_theta": 10000.0, "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    }
+}  # fmt: skip
+HERE = {"share": Share(), "dtype": torch.float32, "device": torch.device("cpu")}
+
+
+def draws(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=generator)
+
+
+def plain(queries, keys, values, bias, seen, scale):
+    """Softmax over everything at once, in float64: one KV head."""
+    scores = queries.double() @ keys.double().mT * scale + bias.double()
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values.double()
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("counts", [(5, 5), (1, 12), (7, 3)])
+def test_document_and_pages_merged_are_the_softmax_over_both(window, counts):
+    draw = draws()
+    group, tokens, past, dim, scale = 3, 4, 6, 8, 0.4
+    queries = draw(2, tokens, group, dim)
+    total = sum(counts)
+    layer = LayerBeside(3 * draw(total, dim), draw(total, dim), 2 * draw(total), counts)
+    distance = torch.cat([torch.arange(count, 0, -1) for count in counts])
+    if window is not None:
+        layer = LayerBeside(layer.keys, layer.values, layer.log_bias, counts, window - distance)
+    positions = torch.arange(past, past + tokens)
+    text_keys, text_values = 3 * draw(2, past + tokens, dim), draw(2, past + tokens, dim)
+    cells = torch.arange(past + tokens)
+    causal = cells <= positions[:, None]
+    if window is not None:
+        causal &= cells > positions[:, None] - window
+    scores = torch.einsum("htgd,hnd->htgn", queries, text_keys) * scale
+    scores = scores.masked_fill(~causal[:, None], -torch.inf)
+    pages = torch.einsum("htgn,hnd->htgd", scores.softmax(-1), text_values)
+    document, mass = attend_documents(queries, [(layer, 0, tokens)], positions, scale=scale)
+    merged = merge(pages, scores.logsumexp(-1), document, mass)
+    start = 0
+    for head, count in enumerate(counts):
+        slots = slice(start, start + count)
+        start += count
+        in_window = torch.ones(tokens, count, dtype=torch.bool)
+        if window is not None:
+            in_window = positions[:, None] + distance[slots] < window
+        wanted = plain(
+            queries[head].flatten(0, 1),
+            torch.cat([layer.keys[slots], text_keys[head]]),
+            torch.cat([layer.values[slots], text_values[head]]),
+            torch.cat([layer.log_bias[slots], torch.zeros(past + tokens)]),
+            torch.cat([in_window, causal], dim=1).repeat_interleave(group, dim=0),
+            scale,
+        )
+        torch.testing.assert_close(merged[head].flatten(0, 1).double(), wanted, atol=1e-5, rtol=0)
+
+
+def test_a_token_that_sees_no_slot_of_a_document_has_the_attention_over_its_pages():
+    draw = draws()
+    layer = LayerBeside(draw(4, 8), draw(4, 8), None, (2, 2), torch.tensor([3, 4, 3, 4]))
+    queries = draw(2, 1, 3, 8)
+    document, mass = attend_documents(queries, [(layer, 0, 1)], torch.tensor([4]), scale=1.0)
+    assert (mass == -torch.inf).all()
+    pages = draw(2, 1, 3, 8)
+    assert torch.equal(merge(pages, draw(2, 1, 3), document, mass), pages)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [*FAMILIES.items(), ("llama", LLAMA3)], ids=lambda one: str(one)[:12]
+)
+def test_placed_keys_are_those_of_the_document_at_positions_before_zero(kind, options):
+    model = make_model(kind, options)
+    tokens = ids(1, 40)
+    document = kvcat.trace(model, tokens, supervision="self")
+    cache = kvcat.Eviction("first")(document, keep_ratio=1.0)
+    placed = place([cache], rotation_model(model.config), **HERE)
+    positions = torch.arange(-40, 0).unsqueeze(0)
+    past = model(input_ids=tokens, position_ids=positions, use_cache=True).past_key_values
+    for layer, held in zip(past.layers, placed, strict=True):
+        num_held = held.counts[0]
+        keys = held.keys.unflatten(0, (-1, num_held))
+        torch.testing.assert_close(keys, layer.keys[0, :, -num_held:], atol=2e-4, rtol=1e-3)
+        values = held.values.unflatten(0, (-1, num_held))
+        torch.testing.assert_close(values, layer.values[0, :, -num_held:], atol=2e-4, rtol=1e-3)
+    if kind == "gemma3_text":
+        kept = placed[0].counts[0]
+        # the last token of the document is one token before the text: a window of 24 leaves it at
+        # position 23
+        assert placed[0].seen_until[kept - 1] == 23
+        assert placed[1].seen_until is None
+
+
+def test_documents_one_behind_the_other_are_placed_as_compose_joins_them():
+    model = make_model("llama")
+    documents = [
+        kvcat.AttentionMatching()(
+            kvcat.trace(model, ids(1, length, seed=length), supervision="self"), num_slots=7
+        )
+        for length in (20, 31, 26)
+    ]
+    small = rotation_model(model.config)
+    together = place(documents, small, **HERE)
+    composed = place([kvcat.compose(model, documents, seam_tokens=0)], small, **HERE)
+    for one, other in zip(together, composed, strict=True):
+        assert one.counts == other.counts
+        torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=0)
+        assert torch.equal(one.values, other.values)
+        assert torch.equal(one.log_bias, other.log_bias)
+
+
+def test_wide_heads_are_attended_to_in_one_call_with_masks_that_are_counted():
+    draw = draws()
+    layer = LayerBeside(draw(90, 64), draw(90, 64), draw(90), (30, 10, 50))
+    assert layer.joint_mask is not None
+    assert layer.nbytes == 90 * (2 * 64 * 4 + 4 + 3 * 4)
+    queries = draw(3, 2, 3, 64)
+    positions = torch.tensor([4, 9])
+    together, mass = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
+    layer.__dict__["joint_mask"] = None
+    apart, mass_apart = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
+    torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
+    torch.testing.assert_close(mass, mass_apart, atol=1e-5, rtol=0)
+    two = LayerBeside(draw(20, 64), draw(20, 64), None, (5, 5, 10))
+    both, _ = attend_documents(queries, [(layer, 0, 1), (two, 1, 2)], positions, scale=0.1)
+    torch.testing.assert_close(both[:, :1], apart[:, :1], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
+    model = make_model("llama", {"num_key_value_heads": 4})
+    trace = kvcat.trace(model, ids(1, 60), supervision="self")
+    cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9)
+    small = rotation_model(model.config)
+    whole = place([cache], small, **HERE)
+    parts = [place([cache], small, **{**HERE, "share": Share(rank, 2)}) for rank in range(2)]
+    for layer, held in enumerate(whole):
+        assert held.counts == (*parts[0][layer].counts, *parts[1][layer].counts)
+        keys = torch.cat([part[layer].keys for part in parts])
+        assert torch.equal(held.keys, keys)
+    counts = [layer.counts[0].tolist() for layer in cache.layers]
+    options = {"biased": cache.has_log_bias, "size": 2}
+    of_workers = [sum(layer.nbytes for layer in part) for part in parts]
+    assert num_bytes(counts, 8, torch.float32, **options) == max(of_workers)
+    assert Share(3, 8).heads(4) == range(1, 2)
+
+
+def test_keys_that_the_engines_numbers_cannot_hold_are_an_error():
+    model = make_model("llama")
+    cache = evicted(model, ids(1, 40))
+    layer = cache.layers[0]
+    far = CompactCache(
+        [CompactLayer(layer.keys * 1e6, layer.values), *cache.layers[1:]],
+        cache.num_tokens,
+        cache.fingerprint,
+    )
+    half = {**HERE, "dtype": torch.float16}
+    assert "do not fit in float16" in refusal(place, [far], rotation_model(model.config), **half)
+
+
+def document(name, num_tokens=10):
+    return Document((name,), name, num_tokens, ((1,),), False, 99)
+
+
+def test_the_documents_that_were_not_used_for_longest_make_room_and_none_in_use_does():
+    held = Residents(100)
+
+    def load(request, name, size):
+        assert not held.ask(request, document(name), size)
+        orders = held.take_orders()
+        assert [each.digest for each in orders.load] == [name]
+        held.on_loaded(name, size)
+        assert held.ask(request, document(name), size)
+        return orders.drop
+
+    assert load("r1", "a", 40) == ()
+    assert load("r2", "b", 40) == ()
+    assert held.num_bytes == 80
+    held.release("r1")
+    held.release("r2")
+    assert held.ask("r3", document("a"), 40)  # used last, and in use
+    assert load("r4", "c", 50) == ("b",)
+    # a large document waits, and no later one takes its room
+    assert not held.ask("r5", document("d"), 90)
+    assert not held.ask("r6", document("e"), 5)
+    assert held.take_orders().load == ()
+    held.release("r3")
+    assert not held.ask("r5", document("d"), 90)
+    held.release("r4")
+    assert load("r5", "d", 90) == ("a", "c")
+    assert load("r6", "e", 5) == ()
+    assert held.num_bytes == 95 <= held.most_bytes
+    assert "needs 0.0 MB" in refusal(held.ask, "r7", document("f"), 101)
+    held.release("r5")
+    held.release("r6")
+    assert not held.ask("r8", document("g"), 10)
+    assert held.take_orders().drop == ("d",)
+    held.on_failed("g", "it is damaged")
+    assert "it is damaged" in refusal(held.ask, "r8", document("g"), 10)
+    assert held.num_bytes == 5
+
+
+def test_a_request_that_leaves_while_it_waits_for_room_lets_the_next_one_in():
+    held = Residents(10)
+    held.ask("r1", document("a"), 8)
+    held.on_loaded("a", 8)
+    assert not held.ask("r2", document("b"), 9)
+    assert not held.ask("r3", document("c"), 2)
+    held.release("r2")
+    held.take_orders()
+    assert not held.ask("r3", document("c"), 2)
+    assert [each.digest for each in held.take_orders().load] == ["c"]
+
+
+def test_rows_of_one_document_are_together_and_know_their_places():
+    worker = Worker(digests=[{3: "b", 5: "a", 7: "b"}])
+    starts = [0, 1, 4, 5, 7]
+    rows = worker.rows(0, [7, 9, 5, 3], starts, [11, 3, 1, 8], torch.device("cpu"))
+    assert [(each.digest, each.start, each.stop) for each in rows.documents] == [
+        ("a", 0, 1), ("b", 1, 4),
+    ]  # fmt: skip
+    assert rows.tokens.tolist() == [4, 0, 5, 6]
+    assert rows.positions.tolist() == [0, 10, 6, 7]
+    assert worker.rows(0, [1], [0, 1], [1], torch.device("cpu")) is None
+
+
+def test_names_lead_to_files_of_the_folder_and_a_changed_file_is_read_again(tmp_path):
+    model = make_model("llama")
+    folder = tmp_path / "documents"
+    folder.mkdir()
+    cache = ragged(evicted(model, ids(1, 40), log_bias=True))
+    cache.save(folder / "a.safetensors")
+    documents = open_documents(str(folder), model.config, lambda _: fingerprint(model))
+    found = documents.find("a")
+    assert found.digest == documents.find("a.safetensors").digest
+    assert found.num_tokens == 40
+    assert found.counts == ((7, 6),) * 2
+    assert documents.load(found)[0].num_tokens == 40
+    evicted(model, ids(1, 50), log_bias=True).save(folder / "a.safetensors")
+    assert documents.find("a").digest != found.digest
+    assert "has changed" in refusal(documents.load, found)
+    (tmp_path / "b").write_bytes((folder / "a.safetensors").read_bytes())
+    (folder / "b").symlink_to(tmp_path / "b")
+    for name, message in {
+        "b": "no document 'b'",
+        "c": "no document 'c'",
+        "../b": "is no name",
+        3: "is no name",
+    }.items():
+        assert message in refusal(documents.find, name)
+    assert "1 to 16" in refusal(documents.find, [])
+    stranger = open_documents(str(folder), model.config, lambda _: "2:0")
+    assert "another model" in refusal(stranger.find, "a")
+    assert "no folder of documents" in refusal(
+        open_documents, str(tmp_path / "x"), model.config, lambda _: ""
+    )
+
+
+def test_a_document_with_an_answer_beyond_the_models_positions_is_rejected(tmp_path):
+    model = make_model("mistral", {"sliding_window": 48})
+    evicted(model, ids(1, 40)).save(tmp_path / "a")
+    found = open_documents(str(tmp_path), model.config, lambda _: fingerprint(model)).find("a")
+    found.check_length(8)  # its layers keep slots while everything is within the window
+    assert "exceed the 48" in refusal(found.check_length, 9)
+    assert len(capture(model, ids(1, 4)).keys) == 2
