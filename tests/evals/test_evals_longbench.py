@@ -159,7 +159,7 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
             {"max_tokens": 150},
             r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context",
         ),
-        ({"tokenizer": None}, "model 'tiny' has no tokenizer"),
+        ({"tokenizer": None}, "longbench needs the tokenizer of model 'tiny'"),
     ],
 )
 def test_a_mistake_is_reported_before_heavy_work(examples, model, options, said):

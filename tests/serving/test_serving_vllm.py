@@ -1,4 +1,4 @@
-"""vLLM on a CPU answers from compact documents beside its pages as kvcat does; two servers for all
+"""vLLM on a CPU answers from compact documents next to its pages as kvcat does; two servers for all
 tests (``make test-vllm``)."""
 
 import json

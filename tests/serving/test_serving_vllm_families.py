@@ -69,6 +69,7 @@ def engine(folder, requests, **options):
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
     }
     return subprocess.run(
         [sys.executable, __file__, folder],

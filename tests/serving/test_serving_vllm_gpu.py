@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from kvcat.serving.beside import LayerBeside, attend_documents
+from kvcat.serving.document_attention import DocumentLayer, attend_documents
 
 pytest.importorskip("vllm", reason="needs vLLM")
 pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore")]
@@ -24,10 +24,10 @@ def test_one_call_for_a_document_is_the_reference(dtype, counts, head_dim):
         return torch.randn(*shape, device="cuda", generator=generator)
 
     keys, values = draw(total, head_dim).to(dtype), draw(total, head_dim).to(dtype)
-    layer = LayerBeside(keys, values, 2 * draw(total), counts)
+    layer = DocumentLayer(keys, values, 2 * draw(total), counts)
     queries = draw(2, 7, 3, head_dim).to(dtype)
     scale = head_dim**-0.5
-    double = LayerBeside(keys.double(), values.double(), layer.log_bias.double(), counts)
+    double = DocumentLayer(keys.double(), values.double(), layer.log_bias.double(), counts)
     wanted, wanted_mass = attend_documents(
         queries.double(), [(double, 0, 7)], torch.arange(7, device="cuda"), scale=scale
     )

@@ -135,7 +135,6 @@ def attend_ragged(
 
     Args:
         q, k, v: queries, keys and values of the tokens after the slots, after rotation.
-        slots: the slots of every head.
         rows: the example that each row of the batch continues.
         mask: which of the tokens after the slots a query sees; None: causal.
         scale: factor on q.k.

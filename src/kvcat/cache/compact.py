@@ -223,7 +223,6 @@ class CompactCache:
         """The cache that ``save`` wrote.
 
         Args:
-            path: the file.
             model: the model that the cache must belong to. The cache moves to its device. None: no
                 check.
 

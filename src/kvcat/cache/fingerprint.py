@@ -267,7 +267,7 @@ def _rotary_changes(model: nn.Module) -> list[str]:
             if (
                 usual is None
                 or values.shape != usual.shape
-                or not torch.allclose(values, usual.float().cpu(), rtol=1e-4, atol=0)
+                or not torch.allclose(values, usual.cpu().to(values), rtol=1e-4, atol=0)
             ):
                 lines.append(f"{path}.{name} {values.flatten().tolist()}\n")
         for name, value in vars(module).items():

@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcat.attention import Carried, attach
 from kvcat.cache.quantized import QuantizedLayer
-from kvcat.cache.slots import Layer, RaggedLayer
+from kvcat.cache.slots import Layer, RaggedLayer, repeated
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
@@ -26,7 +26,6 @@ class PrefixLayer(CacheLayerMixin):
     which are never padded or copied. In the second case the keys are those of the new tokens alone.
 
     Args:
-        slots: the prefix.
         num_tokens: prefix length.
         window: sliding window of this layer in tokens, None without one.
         read_only: updates store nothing.
@@ -90,12 +89,12 @@ class PrefixLayer(CacheLayerMixin):
         """
         _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
         batch = len(key_states)
-        earlier_keys = _repeated(self.keys, batch).to(key_states.dtype)
-        earlier_values = _repeated(self.values, batch).to(value_states.dtype)
+        earlier_keys = repeated(self.keys, batch).to(key_states.dtype)
+        earlier_values = repeated(self.values, batch).to(value_states.dtype)
         keys = torch.cat([earlier_keys, key_states], dim=-2)
         values = torch.cat([earlier_values, value_states], dim=-2)
-        log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
-        rows = _repeated(self.rows, batch)
+        log_bias = None if self.log_bias is None else repeated(self.log_bias, batch)
+        rows = repeated(self.rows, batch)
         # a read-only prefix is trained: its keys are parameters, and no step may add tokens to them
         if not self.read_only:
             self.keys = keys
@@ -219,10 +218,10 @@ class StaticPrefixLayer(PrefixLayer):
         """Allocate the room, in the dtype and for the batch of the first tokens."""
         batch = len(key_states)
         room = (0, 0, 0, self.capacity)
-        self.keys = nn.functional.pad(_repeated(self.keys, batch).to(key_states), room)
-        self.values = nn.functional.pad(_repeated(self.values, batch).to(value_states), room)
-        self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
-        self.rows = _repeated(self.rows, batch)
+        self.keys = nn.functional.pad(repeated(self.keys, batch).to(key_states), room)
+        self.values = nn.functional.pad(repeated(self.values, batch).to(value_states), room)
+        self.log_bias = None if self.log_bias is None else repeated(self.log_bias, batch)
+        self.rows = repeated(self.rows, batch)
         self.is_initialized = True
 
     def update(
@@ -335,10 +334,3 @@ def _check_window(window: int | None, total: int) -> None:
             f"{total} tokens exceed the sliding window of {window}: "
             "not supported with a compact cache"
         )
-
-
-def _repeated(states: Tensor, batch: int) -> Tensor:
-    """Every row as often as a batch needs it."""
-    if batch % len(states):
-        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
-    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

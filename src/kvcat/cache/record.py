@@ -148,7 +148,6 @@ class CacheRecord:
         """The record of the prefix with tokens behind it, without what is true of it alone.
 
         Args:
-            num_tokens: of the prefix.
             later: the first ids of the tokens behind it.
         """
         ids = self.first_ids

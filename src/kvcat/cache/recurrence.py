@@ -87,8 +87,6 @@ def _continued(
 
     Args:
         mixer: a ``JambaMambaMixer``.
-        hidden_states: its input.
-        past: the cache.
         mask: 1 for tokens, 0 for padding; None: no padding.
     """
     num_tokens = hidden_states.shape[1]

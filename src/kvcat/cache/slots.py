@@ -129,7 +129,6 @@ class CompactLayer(Slots):
 
     Args:
         keys: keys after rotation at their original positions.
-        values: their values.
         log_bias: nats added to the scaled score of each slot; None adds none.
         positions: token positions of the slots' keys, if the method knows them.
     """
@@ -322,3 +321,10 @@ def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> La
     for name, tensor in flat.items():
         by_head[name] = tensor.reshape(*counts.shape, -1, *tensor.shape[1:])
     return CompactLayer(**by_head)
+
+
+def repeated(states: Tensor, batch: int) -> Tensor:
+    """Every row as often as a batch needs it."""
+    if batch % len(states):
+        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
+    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

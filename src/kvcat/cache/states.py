@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvcat.cache.slots import Rows, in_dtype
+from kvcat.cache.slots import Rows, in_dtype, repeated
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -53,7 +53,7 @@ class LayerState:
 
     def select(self, rows: Rows) -> "LayerState":
         """The given examples."""
-        return self._mapped(lambda tensor: tensor[rows])
+        return LayerState({name: tensor[rows] for name, tensor in self.tensors.items()})
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -68,9 +68,6 @@ class LayerState:
             wanted = None if name.startswith("recurrent") else dtype
             tensors[name] = in_dtype(name, tensor.to(device=device), wanted)
         return LayerState(tensors)
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "LayerState":
-        return LayerState({name: function(tensor) for name, tensor in self.tensors.items()})
 
     @staticmethod
     def of(layer: Any) -> "LayerState":
@@ -125,8 +122,8 @@ class WindowState(DynamicSlidingWindowLayer):
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the window and of the new tokens."""
-        keys = _of_batch(self.keys, len(key_states)).to(key_states.dtype)
-        values = _of_batch(self.values, len(key_states)).to(value_states.dtype)
+        keys = repeated(self.keys, len(key_states)).to(key_states.dtype)
+        values = repeated(self.values, len(key_states)).to(value_states.dtype)
         if self.read_only:
             return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
         self.keys = keys
@@ -166,7 +163,7 @@ class RecurrentState(LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             for number, tensor in states.items():
                 if tensor is not None:
-                    states[number] = _of_batch(tensor, batch)
+                    states[number] = repeated(tensor, batch)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, **options: Any
@@ -202,10 +199,3 @@ class RecurrentState(LinearAttentionLayer):
 
 def _number(name: str) -> int:
     return int(name.partition(".")[2] or 0)
-
-
-def _of_batch(states: Tensor, batch: int) -> Tensor:
-    """Every row as often as a batch needs it."""
-    if batch % len(states):
-        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
-    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "info": ("cli.cache_files.info", "Describe a cache file: slots, bytes saved, method, model."),
     "widen": (
         "cli.cache_files.widen",
-        "Write a checkpoint with which unmodified engines can use compact caches.",
+        "Write a checkpoint with which llama.cpp can use compact caches.",
     ),
     "pack": (
         "cli.cache_files.pack",

@@ -10,7 +10,7 @@ from kvcat.cli import early
 from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import check_new_folder
-from kvcat.options import NUM_FIRST, SEAM_TOKENS
+from kvcat.options import SEAM_TOKENS
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -37,8 +37,6 @@ def check_caches(
         )
     for file in files:
         early.check_file(file, "cache file")
-    if not 0 <= seam_tokens <= NUM_FIRST:
-        raise InputError(f"--seam-tokens is {seam_tokens}; it must be in [0, {NUM_FIRST}]")
     if seam_tokens != SEAM_TOKENS and len(files) < 2:
         raise InputError("--seam-tokens is for several cache files: one has no seam")
     return files

@@ -169,7 +169,6 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
 
     Args:
         file: file to write.
-        overwrite: the file may exist.
         sources: what the command reads; files among them, and the files of models in folders among
             them, must not be replaced.
     """

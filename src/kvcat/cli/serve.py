@@ -13,9 +13,9 @@ from kvcat.cli import early
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError
+from kvcat.settings import Sampling
 
 if TYPE_CHECKING:
-    from kvcat.generate.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
 KEY_VARIABLE = "KVCAT_API_KEY"
@@ -31,7 +31,7 @@ def serve(
     /,
     store: str,
     host: str = "127.0.0.1",
-    port: opt.Count = 8000,
+    port: opt.Port = 8000,
     name: opt.Unset[str] = None,
     api_key: opt.Unset[str] = None,
     max_requests: opt.Count = 128,
@@ -42,6 +42,9 @@ def serve(
     dtype: opt.Unset[opt.Dtype] = None,
 ) -> None:
     """Serve the documents of a store with OpenAI's API, on plain transformers.
+
+    It needs no engine and serves every model that kvcat compresses. For many requests at once use
+    vLLM, which reads the same store (docs/serving.md).
 
     A request names its document, or several, in the field `kvcat`. Questions that wait for the same
     documents are answered in one batch, the others one after another.
@@ -60,8 +63,6 @@ def serve(
         cache_mb: Millions of bytes of caches in memory; those not used for longest are dropped.
         dtype: Data type of the weights; by default that of the store.
     """
-    if port > 65535:
-        raise InputError(f"--port is {port}; it must be at most 65535")
     key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
     if key == "":
         raise InputError("the API key is empty")
@@ -141,17 +142,16 @@ def chat(
         stop: Text at which an answer ends, without it; may be given several times.
         dtype: Data type of the weights; by default that of the cache.
     """
-    early.check_sampling(temperature, top_p)
+    most_tokens = max_new_tokens or _MOST_TOKENS
+    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
+    early.check_sampling(sampling)
     files = check_caches(() if cache is None else ((cache,),), store=store, id=id)
     early.check_device(device)
     early.check_model(model)
 
-    from kvcat.generate.answers import Sampling
     from kvcat.models import positions_of
     from kvcat.serving.conversation import Conversation
 
-    most_tokens = max_new_tokens or _MOST_TOKENS
-    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, store=store, id=id
     )
@@ -191,7 +191,7 @@ def _read_line() -> str | None:
         return ""
 
 
-def _answer(line: str, conversation: "Conversation", sampling: "Sampling") -> None:
+def _answer(line: str, conversation: "Conversation", sampling: Sampling) -> None:
     """Print the answer to a question as it comes."""
     try:
         result = conversation.ask(line, sampling, on_text=print_piece)
@@ -207,7 +207,6 @@ def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
     """Obey a line that begins with a slash.
 
     Args:
-        line: the line.
         conversation: what it is about.
         saved: files that this conversation was saved to, which may be replaced.
     """

@@ -182,7 +182,7 @@ def _errors_by_queries(
     return errors
 
 
-def slot_sizes(num_slots: float, prefix_len: int) -> list[int]:
+def slot_sizes(num_slots: float | int, prefix_len: int) -> list[int]:
     """The numbers of slots that a head may get if the average is ``num_slots``, ascending."""
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 

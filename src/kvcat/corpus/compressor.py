@@ -36,7 +36,6 @@ class EncodedDocument:
     """A document as token ids.
 
     Args:
-        document: the document.
         sequence: its token ids, on the CPU; None if there is a problem.
         problem: why it cannot be encoded.
         supervision: that of its cache.

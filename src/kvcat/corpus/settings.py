@@ -87,7 +87,6 @@ def check_same(address: str, recorded: Mapping[str, Any], wanted: Mapping[str, A
     """Raise an ``InputError`` that names the first setting in which a store differs.
 
     Args:
-        address: of the store.
         recorded: settings of the store.
         wanted: settings to compare; a "fingerprint" among them decides about the model, whose name
             does not count.

@@ -60,7 +60,6 @@ class Content(NamedTuple):
 
     Args:
         checksum: hash of the text.
-        num_characters: its length.
     """
 
     checksum: str
@@ -72,7 +71,6 @@ class Corpus:
     """A corpus that was read once: no id occurs twice, and some document has a text.
 
     Args:
-        files: its files.
         contents: contents of all documents, by id.
     """
 

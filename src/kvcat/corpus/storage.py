@@ -95,9 +95,6 @@ class LocalStorage(Storage):
 
     No link in the folder is followed, because somebody else may have made it; the folder itself may
     be a link.
-
-    Args:
-        root: the folder; it need not exist.
     """
 
     def __init__(self, root: Path) -> None:

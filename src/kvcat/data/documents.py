@@ -76,7 +76,6 @@ class Document:
     """A text with a name that does not depend on the machine.
 
     Args:
-        id: the name.
         text: all of it.
         text_id: the name of the longer text that this is a piece of; "": it is not a piece.
     """

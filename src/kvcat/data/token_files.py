@@ -81,8 +81,6 @@ class TokenTable:
     """The sequences of a token file, mapped read-only; each block is checked when it is first read.
 
     Args:
-        path: of the file.
-        dtype: of the token ids.
         num_sequences, seq_len: the table's shape.
     """
 
@@ -132,7 +130,6 @@ class _TokenFile:
     """A token file that is being written, with the checksums of its blocks.
 
     Args:
-        path: of the file.
         num_bytes: of an earlier call, that are kept.
     """
 

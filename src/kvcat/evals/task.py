@@ -122,6 +122,12 @@ def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
         )
 
 
+def check_tokenizer(label: str, tokenizer: Any, user: str) -> None:
+    """Raise ``InputError`` if a model has no tokenizer, which ``user`` needs."""
+    if tokenizer is None:
+        raise InputError(f"{user} needs the tokenizer of model {label!r}")
+
+
 def check_fits(
     label: str, model: "PreTrainedModel", *, num_tokens: int, largest: int, what: str
 ) -> None:

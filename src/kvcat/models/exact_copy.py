@@ -138,7 +138,6 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     """A copy of a model with some of its layers and the first tokens of its vocabulary.
 
     Args:
-        model: a causal LM.
         numbers: of the layers, ascending.
         exact: give the copy random weights in float64 on the CPU; otherwise it shares the
             model's.

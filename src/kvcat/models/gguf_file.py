@@ -183,7 +183,6 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
     that it needs.
 
     Args:
-        path: the file.
         weights: names of the model's weights.
         config: configuration of the model.
     """

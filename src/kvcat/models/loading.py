@@ -69,7 +69,6 @@ def load(
     Args:
         name_or_path: folder, .gguf file, Hub name, "kvcat-base", or "smollm2-135m" (see ``get``).
         dtype: type of the weights: "float32", "bfloat16", "float16" or "float64".
-        device: a torch device.
         tokenizer: False loads none and returns None in its place.
 
     Raises:

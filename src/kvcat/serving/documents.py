@@ -59,7 +59,7 @@ class Document:
     chat_template: str = ""
 
     def check_length(self, num_tokens: int) -> None:
-        """Raise an ``InputError`` if question and answer of so many tokens cannot follow.
+        """Raise an ``InputError`` if question and answer of this length cannot follow.
 
         Args:
             num_tokens: of the question, and the most of the answer.

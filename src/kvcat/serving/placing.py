@@ -1,4 +1,4 @@
-"""Places compact documents beside an engine's pages: keys rotated to positions before 0, the slots
+"""Places compact documents next to an engine's pages: keys rotated to positions before 0, the slots
 of a worker's heads, in the engine's dtype and on its device.
 """
 
@@ -14,7 +14,7 @@ from kvcat.cache import CompactCache, HeadGrid, HeadSlots, layer_windows
 from kvcat.compress.compose import slots_behind
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
-from kvcat.serving.beside import LayerBeside, mask_bytes
+from kvcat.serving.document_attention import DocumentLayer, mask_bytes
 from kvcat.types import Tensor
 
 _HIDDEN = 8  # channels of what has no part in the rotation
@@ -97,7 +97,7 @@ def place(
     share: Share,
     dtype: torch.dtype,
     device: torch.device,
-) -> list[LayerBeside]:
+) -> list[DocumentLayer]:
     """Every layer of one document, or of several one behind the other.
 
     The first document's first token is the attention sink of all: the slots of a later document's
@@ -154,13 +154,13 @@ def _window_heads(tensors: dict[str, Tensor], rotation: KeyRotation, layer: int)
 
 def _layer(
     grids: Sequence[HeadGrid], share: Share, dtype: torch.dtype, device: torch.device
-) -> LayerBeside:
+) -> DocumentLayer:
     """One layer of the slots of all sections, one behind the other in every head."""
     chosen = share.heads(len(grids[0][0]))
     heads = [HeadSlots.joined([grid[0][head] for grid in grids]) for head in chosen]
     flat = HeadSlots.joined(heads)
     bias = flat.log_bias
-    return LayerBeside(
+    return DocumentLayer(
         keys=_in_dtype(flat.keys, dtype).to(device).contiguous(),
         values=_in_dtype(flat.values, dtype).to(device).contiguous(),
         log_bias=None if bias is None else bias.to(device, torch.float32).contiguous(),
@@ -168,7 +168,7 @@ def _layer(
     )
 
 
-def _in_window(layer: LayerBeside, window: int | None) -> LayerBeside:
+def _in_window(layer: DocumentLayer, window: int | None) -> DocumentLayer:
     """The layer with the positions from which on the window has left each slot.
 
     A slot is ``distance`` tokens before the text; a token at position t sees the ``window`` tokens
@@ -179,7 +179,7 @@ def _in_window(layer: LayerBeside, window: int | None) -> LayerBeside:
     count = layer.counts[0]
     distance = torch.arange(count, 0, -1, device=layer.keys.device)
     seen_until = (window - distance).repeat(len(layer.counts))
-    return LayerBeside(layer.keys, layer.values, layer.log_bias, layer.counts, seen_until)
+    return DocumentLayer(layer.keys, layer.values, layer.log_bias, layer.counts, seen_until)
 
 
 def _in_dtype(states: Tensor, dtype: torch.dtype) -> Tensor:

@@ -242,7 +242,6 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
     """The token ids at the start of a text: BOS for many tokenizers, nothing for others.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         bos: "auto": the tokens that the tokenizer adds; "always": these, or BOS if it adds none;
             "never": no tokens.
 

@@ -243,7 +243,6 @@ class ChatTemplate:
         """A text of a user's turn as the template writes it.
 
         Args:
-            content: of the turn.
             text: the part of it that is wanted.
             around: what the template must write before and after this part.
         """

@@ -79,7 +79,6 @@ class Checkpoints:
     Args:
         run: folder of the run.
         keep: number of checkpoints to keep.
-        world: the processes.
         module, optimizer: what is saved and loaded.
     """
 

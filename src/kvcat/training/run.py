@@ -27,7 +27,6 @@ class Run:
 
     Args:
         config: configuration of the run.
-        world: the processes.
         objective: the model and its policies, sharded over the processes.
         optimizer: optimizer of the objective's parameters.
         checkpoints: checkpoints in the run's folder; the newest complete one is loaded.

@@ -262,7 +262,9 @@ def _check_past_queries(kept: QuerySet, state: SessionState, example: SessionSta
     count = len(kept.positions)
     for name in ("positions", "starts"):
         places = getattr(kept, name)
-        if places is None or places.dtype != torch.long or places.shape != (count,):
+        if places is None:
+            raise ValueError(f"kept queries have no {name}")
+        if places.dtype != torch.long or places.shape != (count,):
             raise ValueError(f"{name} of kept queries are {_described(places)}")
     positions = [-1, *kept.positions.tolist(), state.past_len]
     if any(first >= second for first, second in pairwise(positions)):

@@ -15,7 +15,7 @@ import tyro
 from kvcat.errors import InputError
 from kvcat.evals.evaluation import CompressingEvaluation, PaperFigures, ReportFacts
 from kvcat.evals.questions import PreparedContexts
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_tokenizer
 from kvcat.option_types import Bos, Count, Strings, Unset, flat
 from kvcat.stats.metrics import Metric, share_of_examples
 from kvcat.text.encoder import TextEncoder, opening_ids
@@ -239,7 +239,6 @@ def make_prompt(
     """The prompt of an example; a text that is too long is cut in the middle.
 
     Args:
-        example: the question with its text.
         tokenizer: tokenizer of the model.
         max_tokens: largest length of the reconstruction sequence, and of the text with question and
             answer.
@@ -383,16 +382,13 @@ class LongBenchTask(Task):
         """A different key for every example, because contexts differ in length."""
         return example.name
 
-    def check(
-        self, label: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None"
-    ) -> None:
+    def check(self, label: str, model: "PreTrainedModel", tokenizer: Any) -> None:
         """Raise an ``InputError`` for a model or a question that cannot be used.
 
         The reasons are a missing tokenizer, too few positions, too small a vocabulary, or a
         question that leaves no room for the text.
         """
-        if tokenizer is None:
-            raise InputError(f"model {label!r} has no tokenizer, which LongBench v2 needs")
+        check_tokenizer(label, tokenizer, "longbench")
         check_fits(label, model, num_tokens=self.max_tokens, largest=0, what="sequences")
         for example in self.examples:
             # without the text, whose tokenisation is slow

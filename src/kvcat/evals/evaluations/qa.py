@@ -30,7 +30,7 @@ import tyro
 
 from kvcat.errors import InputError, check_least, one_line, unknown_name
 from kvcat.evals.evaluation import Evaluation, PaperFigures, ReportFacts
-from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits
+from kvcat.evals.task import Baseline, Prepared, Task, Values, check_fits, check_tokenizer
 from kvcat.extras import install_command
 from kvcat.option_types import Count, Strings, Unset, flat
 from kvcat.stats.metrics import Metric, share_of_examples
@@ -365,16 +365,13 @@ class QATask(Task):
         num_questions = Counter(example.stratum for example in self.examples)
         return {"tasks": dict(sorted(num_questions.items()))}
 
-    def check(
-        self, label: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None"
-    ) -> None:
+    def check(self, label: str, model: "PreTrainedModel", tokenizer: Any) -> None:
         """Raise an ``InputError`` if the model cannot score every choice or the harness is missing.
 
         A model cannot score a choice if it has no tokenizer, no tokens for the choice, or too few
         positions.
         """
-        if tokenizer is None:
-            raise InputError(f"qa needs the tokenizer of model {label!r}")
+        check_tokenizer(label, tokenizer, "qa")
         if find_spec("lm_eval") is None:
             raise InputError(
                 f"multiple choice needs lm-evaluation-harness: {install_command('harness')}"

@@ -18,6 +18,7 @@ from kvcat.evals.task import (
     Task,
     Values,
     check_fits,
+    check_tokenizer,
     check_vocabulary,
     vocabulary,
 )
@@ -519,9 +520,7 @@ class SuffixTask(Task):
             described["opening"] = list(self.opening)
         return described
 
-    def check(
-        self, label: str, model: "PreTrainedModel", tokenizer: "PreTrainedTokenizerBase | None"
-    ) -> None:
+    def check(self, label: str, model: "PreTrainedModel", tokenizer: Any) -> None:
         """Raise an ``InputError`` if a model has too few positions or another vocabulary."""
         import torch
 
@@ -533,10 +532,7 @@ class SuffixTask(Task):
         largest = max(max(window.tokens) for window in self.examples)
         check_fits(label, model, num_tokens=len(first.tokens), largest=largest, what="windows")
         if self.supervision == "reconstruction":
-            if tokenizer is None:
-                raise InputError(
-                    f"supervision reconstruction needs the tokenizer of model {label!r}"
-                )
+            check_tokenizer(label, tokenizer, "supervision reconstruction")
             prefix = torch.tensor([first.tokens[: first.prefix_len]])
             repeated = reconstruction_of_tokens(tokenizer, prefix, self.opening).input_ids
             what = "reconstruction sequences"

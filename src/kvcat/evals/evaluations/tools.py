@@ -110,7 +110,6 @@ class Function:
     """A function that a model can call.
 
     Args:
-        name: of the function.
         purpose: one line.
         arguments: type of each argument, "string", "integer" or "boolean", by name; or the words
             that it may be.

@@ -1,4 +1,4 @@
-"""vLLM answers from compact documents beside its pages, with an unmodified checkpoint.
+"""vLLM answers from compact documents next to its pages, with an unmodified checkpoint.
 
 Only this package knows vLLM's names. ``plugin`` is loaded in every process of vLLM. ``connector``
 runs in the scheduler, where it decides which documents are in memory, and in the workers, where it

@@ -36,7 +36,7 @@ _PAGES = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindow
 
 @dataclass
 class _Step(base.KVConnectorMetadata):
-    """What the workers must know of a step.
+    """What the workers need for a step.
 
     Args:
         orders: documents to drop and to load.
@@ -120,7 +120,7 @@ class DocumentMetrics(metrics.KVConnectorPromMetrics):
 
 
 class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
-    """Tells the attention layers which document a request reads, and loads the documents.
+    """Says to the attention layers which document a request reads, and loads the documents.
 
     Raises:
         InputError: no folder of documents, a store of another model, or a model or an option of
@@ -141,7 +141,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         for group in groups:
             if type(group.kv_cache_spec) not in _PAGES:
                 raise InputError(
-                    f"documents beside pages of {type(group.kv_cache_spec).__name__} are not "
+                    f"documents next to pages of {type(group.kv_cache_spec).__name__} are not "
                     "supported"
                 )
         self.num_groups = len(groups)
@@ -212,7 +212,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 owners[block_ids[0]] = (request.request_id, digest)
 
     def build_connector_meta(self, scheduler_output: Any) -> _Step:  # noqa: ARG002
-        """What the workers must know of this step."""
+        """What the workers need for this step."""
         digests = [
             {block: digest for block, (_, digest) in owners.items() if digest is not None}
             for owners in self._owners
@@ -447,7 +447,7 @@ def check_layer(name: str, impl: Any) -> None:
 
 
 def is_dtype_read(impl: Any) -> bool:
-    """Whether the layer reads documents beside pages of its type."""
+    """Whether the layer reads documents next to pages of its type."""
     return impl.kv_cache_dtype in ("auto", "float16", "bfloat16", "float32") or getattr(
         impl, "reads_fp8", False
     )

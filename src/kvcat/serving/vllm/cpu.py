@@ -1,4 +1,4 @@
-"""vLLM's attention on a CPU, with documents beside its pages.
+"""vLLM's attention on a CPU, with documents next to its pages.
 
 Its kernel attends to the pages and returns no log-sum-exp. So this module computes that of the rows
 with a document, from the keys in their pages, and merges the two attentions.
@@ -13,7 +13,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvcat.serving.beside import attend_documents, merge
+from kvcat.serving.document_attention import attend_documents, merge
 from kvcat.serving.vllm.connector import layer_number, memory_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Bool, Float, Int, Tensor

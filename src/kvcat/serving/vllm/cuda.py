@@ -1,4 +1,4 @@
-"""vLLM's FlashAttention, with documents beside its pages. No kernel is ours.
+"""vLLM's FlashAttention, with documents next to its pages. No kernel is ours.
 
 One call attends to the pages of all rows and returns the log-sum-exp. One call for each document
 attends to its slots: every KV head is a sequence of its own, as long as it has slots. Two more
@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.flash_attn import (
 from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvcat.attention.kernels import EXTRA_CHANNELS, extend_keys
-from kvcat.serving.beside import LayerBeside, attend_documents
+from kvcat.serving.document_attention import DocumentLayer, attend_documents
 from kvcat.serving.vllm.connector import layer_number, memory_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Float, Int, Tensor
@@ -55,7 +55,7 @@ class FlashLayer:
         return self.keys.nbytes + self.values.nbytes + self.starts.nbytes
 
     @staticmethod
-    def of(layer: LayerBeside, scale: float) -> "FlashLayer":
+    def of(layer: DocumentLayer, scale: float) -> "FlashLayer":
         """The layer with its log-bias in channels."""
         keys = layer.keys[None, None]  # (batch, kv_heads, slots, head_dim)
         bias = layer.log_bias
@@ -118,7 +118,7 @@ class DocumentsImpl(FlashAttentionImpl):
         has_connector = config is not None and config.kv_transfer_config is not None
         self.reserved_bytes = memory_bytes(config) if has_connector else 0
 
-    def prepare(self, layer: LayerBeside) -> Any:
+    def prepare(self, layer: DocumentLayer) -> Any:
         """A document's layer in the form that ``forward`` reads."""
         is_wide = self.head_size + EXTRA_CHANNELS > _MOST_CHANNELS
         if layer.seen_until is not None or is_wide:

@@ -56,8 +56,8 @@ class Worker:
     """The documents that a worker process holds.
 
     Args:
-        layers: of every document, by digest and number of the layer: a ``LayerBeside``, or the form
-            of it that the attention reads.
+        layers: of every document, by digest and number of the layer: a ``DocumentLayer``, or the
+            form of it that the attention reads.
         digests: of the documents of the running requests, by their first block, for every group of
             layers.
         group_of_layer: by the name of the layer.

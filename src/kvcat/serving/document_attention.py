@@ -1,4 +1,4 @@
-"""Attention to a compact document beside an engine's pages, and the merge of the two.
+"""Attention to a compact document next to an engine's pages, and the merge of the two.
 
 A document is read-only. Its slots are not in the engine's pages: they are in memory once, head
 after head, without padding, and all requests that name the document read them. Question and answer
@@ -7,7 +7,7 @@ the log-sum-exp l of the scores over the document and over the pages, the attent
 
     o = (e^{l_document} o_document + e^{l_pages} o_pages) / (e^{l_document} + e^{l_pages}).
 
-This module needs torch alone and knows no engine.
+This module needs torch alone and is independent of any engine.
 """
 
 from collections.abc import Sequence
@@ -23,14 +23,14 @@ _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
 
 # On a CPU one call costs as much as the attention of one head over some hundred slots. Up to these
-# numbers, found by benchmark, one call for all heads with masked scores is faster than one for each.
+# numbers, found by benchmark, one call for all heads with masked scores is faster than several.
 _JOINT_SLOTS = 640
 _JOINT_SCORES = 7200  # of slots times the queries of a head
 _JOINT_MEMORY = 0.025  # of the masks, relative to keys and values
 
 
 @dataclass(frozen=True, eq=False)
-class LayerBeside:
+class DocumentLayer:
     """The slots of a document in one layer; of a tensor-parallel worker, those of its heads.
 
     Args:
@@ -107,7 +107,7 @@ def mask_bytes(num_heads: int, num_slots: int, slot_bytes: int) -> int:
 
 def attend_documents(
     queries: Float[Tensor, "kv_heads tokens group head_dim"],
-    documents: Sequence[tuple[LayerBeside, int, int]],
+    documents: Sequence[tuple[DocumentLayer, int, int]],
     positions: Int[Tensor, " tokens"],
     *,
     scale: float,
@@ -140,7 +140,7 @@ def attend_documents(
 
 def _attend_document(
     queries: Float[Tensor, "kv_heads queries head_dim"],
-    layer: LayerBeside,
+    layer: DocumentLayer,
     positions: Int[Tensor, " tokens"],
     scale: float,
 ) -> tuple[Float[Tensor, "kv_heads queries head_dim"], Float[Tensor, "kv_heads queries"]]:

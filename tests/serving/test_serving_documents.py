@@ -1,4 +1,4 @@
-"""Documents beside an engine's pages: attention and its merge against plain softmax in float64,
+"""Documents next to an engine's pages: attention and its merge against plain softmax in float64,
 keys before position 0 against transformers' own forward, what workers hold, which names are found.
 """
 
@@ -9,7 +9,7 @@ from evicted_caches import evicted, ids, make_model, ragged
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.models import capture
-from kvcat.serving.beside import LayerBeside, attend_documents, merge
+from kvcat.serving.document_attention import DocumentLayer, attend_documents, merge
 from kvcat.serving.documents import Document, open_documents
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
 from kvcat.serving.residents import Residents
@@ -53,10 +53,10 @@ def test_document_and_pages_merged_are_the_softmax_over_both(window, counts):
     group, tokens, past, dim, scale = 3, 4, 6, 8, 0.4
     queries = draw(2, tokens, group, dim)
     total = sum(counts)
-    layer = LayerBeside(3 * draw(total, dim), draw(total, dim), 2 * draw(total), counts)
+    layer = DocumentLayer(3 * draw(total, dim), draw(total, dim), 2 * draw(total), counts)
     distance = torch.cat([torch.arange(count, 0, -1) for count in counts])
     if window is not None:
-        layer = LayerBeside(layer.keys, layer.values, layer.log_bias, counts, window - distance)
+        layer = DocumentLayer(layer.keys, layer.values, layer.log_bias, counts, window - distance)
     positions = torch.arange(past, past + tokens)
     text_keys, text_values = 3 * draw(2, past + tokens, dim), draw(2, past + tokens, dim)
     cells = torch.arange(past + tokens)
@@ -88,7 +88,7 @@ def test_document_and_pages_merged_are_the_softmax_over_both(window, counts):
 
 def test_a_token_that_sees_no_slot_of_a_document_has_the_attention_over_its_pages():
     draw = draws()
-    layer = LayerBeside(draw(4, 8), draw(4, 8), None, (2, 2), torch.tensor([3, 4, 3, 4]))
+    layer = DocumentLayer(draw(4, 8), draw(4, 8), None, (2, 2), torch.tensor([3, 4, 3, 4]))
     queries = draw(2, 1, 3, 8)
     document, mass = attend_documents(queries, [(layer, 0, 1)], torch.tensor([4]), scale=1.0)
     assert (mass == -torch.inf).all()
@@ -141,7 +141,7 @@ def test_documents_one_behind_the_other_are_placed_as_compose_joins_them():
 
 def test_wide_heads_are_attended_to_in_one_call_with_masks_that_are_counted():
     draw = draws()
-    layer = LayerBeside(draw(90, 64), draw(90, 64), draw(90), (30, 10, 50))
+    layer = DocumentLayer(draw(90, 64), draw(90, 64), draw(90), (30, 10, 50))
     assert layer.joint_mask is not None
     assert layer.nbytes == 90 * (2 * 64 * 4 + 4 + 3 * 4)
     queries = draw(3, 2, 3, 64)
@@ -151,7 +151,7 @@ def test_wide_heads_are_attended_to_in_one_call_with_masks_that_are_counted():
     apart, mass_apart = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
     torch.testing.assert_close(mass, mass_apart, atol=1e-5, rtol=0)
-    two = LayerBeside(draw(20, 64), draw(20, 64), None, (5, 5, 10))
+    two = DocumentLayer(draw(20, 64), draw(20, 64), None, (5, 5, 10))
     both, _ = attend_documents(queries, [(layer, 0, 1), (two, 1, 2)], positions, scale=0.1)
     torch.testing.assert_close(both[:, :1], apart[:, :1], atol=1e-5, rtol=0)
 
