@@ -92,11 +92,16 @@ def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts):
         for segment, chosen in zip(segments, of_parts, strict=True):
             inside = slice(*segment.tokens)
             for whole, each in zip(queries, chosen, strict=True):
-                assert len(each) == len(whole)
-                assert (each.weights == whole.weights).all()
+                assert each.num_fitted == whole.num_fitted
+                rows = torch.isin(whole.positions, each.positions)
+                if whole.repeated is not None:
+                    rows = torch.isin(whole.repeated, each.repeated)
+                assert rows[: whole.num_fitted].all()
+                assert (each.weights == whole.weights[rows]).all()
                 states = each.of_layer(layer, layer)
                 scores = states @ keys.repeat_interleave(2, 1).mT * in_parts.scales[layer]
-                total = torch.logaddexp(scores.logsumexp(-1), whole.log_elsewhere[layer])
+                elsewhere = whole.log_elsewhere[layer][:, :, rows]
+                total = torch.logaddexp(scores.logsumexp(-1), elsewhere)
                 of_part = scores[..., inside].logsumexp(-1)
                 share = (of_part - torch.logaddexp(of_part, each.log_elsewhere[layer])).exp()
                 torch.testing.assert_close(share, (of_part - total).exp())
@@ -108,7 +113,8 @@ def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_repres
     for sampled, stride in ((0.5, 2), (0.25, 4)):
         part_queries = PartQueries.of(prefix, 2, queries, sampled=sampled)
         other, inside = part_queries.part(prefix.parts(24)[1])
-        assert [len(other), len(inside)] == [-(-23 // stride), 24]
+        # half of the 23 tokens that are repeated in the first part are fitted to
+        assert [len(other), len(inside)] == [-(-12 // stride), 24]
         assert other.weights.tolist() == pytest.approx([stride**0.5] * len(other))
         assert (inside.weights == 1).all()
 
@@ -166,12 +172,13 @@ def test_a_text_that_leaves_no_room_for_a_part_is_rejected_with_what_can_be_done
     config = replace_positions(model.config, 200)
     ids = torch.zeros(1, 305, dtype=torch.long)
     long = replace(sequence, input_ids=ids, prefix_len=150, supervision_start=155)
-    assert num_positions_in_parts(long, 200) == 150 + 5 + 16 + 50  # a quarter of the positions
+    assert num_positions_in_parts(long, 200) == 150 + 5 + 16 + 50  # at least 64 tokens a part
+    assert num_positions_in_parts(long, 260) == 150 + 5 + 16 + 75  # as large as the model allows
     assert num_positions_in_parts(long, 305) == 305
     assert num_positions_in_parts(long, 305, part_tokens=40) == 150 + 5 + 16 + 38
     message = refusal(check_length, config, long, "reconstruction", in_parts=True)
     assert "the text has 150 tokens, and the model 200 positions" in message
-    assert "supervision self repeats nothing, or shorten the text to 129" in message
+    assert "supervision self repeats nothing, or shorten the text to 115" in message
     check_length(config, long, "self", in_parts=True)
     check_length(replace_positions(config, 305), long, "reconstruction", in_parts=False)
     far = replace(long, prefix_len=250, supervision_start=255)

@@ -12,7 +12,12 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcat.attention import check_not_wrapped
 from kvcat.cache import CacheRecord, CompactCache
 from kvcat.cache.ranges import Range
-from kvcat.compress.parts import num_parts, num_positions_in_parts, trace_in_parts
+from kvcat.compress.parts import (
+    longest_text,
+    num_parts,
+    num_positions_in_parts,
+    trace_in_parts,
+)
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError, check_kind, check_one_of
@@ -197,7 +202,7 @@ def check_length(
         return
     text = f"the text has {prefix_len} tokens, and the model {positions} positions"
     num_repeated = num_needed - prefix_len
-    longest = positions - (num_in_parts - prefix_len)
+    longest = longest_text(sequence, positions)
     shorter = f"shorten the text to {longest}" if longest > 0 else "shorten the text"
     if prefix_len > positions:
         raise InputError(f"{text}: {shorter}, or split it into several")

@@ -115,6 +115,17 @@ class DenseAttention(NamedTuple):
         """The attention of several heads of equal shape, from that of each alone."""
         return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
 
+    def order_alone(self) -> "DenseAttention":
+        """The order of one head's slots, without the attention of its queries."""
+        return DenseAttention(
+            log_mass=self.log_mass[:0],
+            mass=self.mass[:0],
+            outputs=self.outputs[:0],
+            weights=self.weights[:0],
+            importance=self.importance[:0],
+            order=self.order.clone(),
+        )
+
     def first_slots(self, num_slots: int) -> Int[Tensor, "heads slots"]:
         """The positions of the first slots in the order, ascending."""
         return self.order[:, :num_slots].sort(dim=-1).values

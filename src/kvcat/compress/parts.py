@@ -22,9 +22,11 @@ from kvcat.compress.trace import Reconstruction, Trace, TracedText
 from kvcat.compress.tracing import read, split_layers
 from kvcat.memory import return_freed_memory
 from kvcat.models import capture, frozen, positions_of
+from kvcat.types import Int, Tensor
 
 PART_TOKENS = 1024
 """Most tokens of a text that are repeated at once."""
+_LEAST_TOKENS = 64  # of a part of a text that nearly fills the model's positions
 _LEAD = 16  # tokens before a part that begin its repetition, and whose queries are not kept
 _FITTED_PER_TOKEN = 1.0  # queries of the repetition, of each KV head
 _OWN_PER_TOKEN = 1.5  # the same of the text itself
@@ -37,13 +39,14 @@ def num_parts(sequence: Reconstruction, positions: int, part_tokens: int = PART_
 
     Args:
         sequence: the text with its copy.
-        positions: of the model; a part has at most a quarter of them, unless the whole copy fits.
+        positions: of the model, which make parts of a very long text smaller.
         part_tokens: most tokens of a part.
     """
     num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
     if num_copied <= part_tokens and sequence.input_ids.shape[1] <= positions:
         return 1
-    return -(-num_copied // min(part_tokens, max(1, positions // 4)))
+    num_free = positions - sequence.supervision_start - _LEAD
+    return -(-num_copied // min(part_tokens, max(_LEAST_TOKENS, num_free)))
 
 
 def num_positions_in_parts(
@@ -51,10 +54,15 @@ def num_positions_in_parts(
 ) -> int:
     """The positions that a model needs to read a text and to repeat it part by part."""
     num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
-    num_instruction = sequence.supervision_start - sequence.prefix_len
     count = num_parts(sequence, positions, part_tokens)
     lead = _LEAD if count > 1 else 0
-    return sequence.prefix_len + num_instruction + lead + -(-num_copied // count)
+    return sequence.supervision_start + lead + -(-num_copied // count)
+
+
+def longest_text(sequence: Reconstruction, positions: int) -> int:
+    """The tokens of the longest text that can be read and repeated in parts."""
+    num_instruction = sequence.supervision_start - sequence.prefix_len
+    return positions - num_instruction - _LEAD - _LEAST_TOKENS
 
 
 @torch.no_grad()
@@ -92,19 +100,36 @@ def trace_in_parts(
     )
     positions = positions_of(model.config)
     longest = max(num_positions_in_parts(sequence, positions, part_tokens), expected_len)
-    layers = split_layers(model, longest, None)
+    split = split_layers(model, longest, None)
     own_positions = torch.arange(0, prefix_len, _stride(model, _OWN_PER_TOKEN))
     tail = torch.arange(max(0, prefix_len - _TAIL), prefix_len)
-    trace = read(model, text, layers, torch.cat([own_positions, tail]).unique())
+    trace = read(model, text, split, torch.cat([own_positions, tail]).unique())
     on_read()
     count = num_parts(sequence, positions, part_tokens)
-    stride = 1 if count == 1 else _stride(model, _FITTED_PER_TOKEN)
-    sources = list(_repeated(trace, sequence, count, stride))
     moved = own_queries(trace, _OWN_PART, _OWN_PER_TOKEN, own_positions)
-    if moved is not None:
-        sources.append(moved)
+    if moved is not None and count > 1:
+        in_order = moved.selected(torch.arange(len(moved)))
+        moved = replace(in_order, states=_in_8_bits(in_order.states))
+        trace = _with_last_queries(trace, tail)
+    return_freed_memory()
+    stride = 1 if count == 1 else _stride(model, _FITTED_PER_TOKEN)
+    sources = [*_repeated(trace, sequence, count, stride), *([] if moved is None else [moved])]
     return_freed_memory()
     return replace(trace, sources=sources)
+
+
+def _with_last_queries(trace: Trace, positions: Int[Tensor, " last"]) -> Trace:
+    """The trace without the queries of its prefix, but for those at the last positions."""
+    layers = [
+        replace(layer, prefix_queries=layer.prefix_queries[:, :, -len(positions) :].clone())
+        for layer in trace.layers
+    ]
+    return replace(trace, layers=layers, prefix_positions=positions)
+
+
+def _in_8_bits(states: Any) -> list[Rows]:
+    """The queries of every layer, rounded, in a third or less of their memory."""
+    return [Rows.of(queries) for queries in states]
 
 
 def _stride(model: PreTrainedModel, per_token: float) -> int:
@@ -150,11 +175,8 @@ def _repeated(
         places = torch.arange(stop - start)
         is_fitted = places % stride == 0
         order = torch.cat([places[is_fitted], places[~is_fitted]])
-        states: list[Any] = captured.queries
-        if count > 1:
-            states = [Rows.of(queries) for queries in states]
         yield QuerySet(
-            states=states,
+            states=captured.queries if count == 1 else _in_8_bits(captured.queries),
             positions=trace.prefix_len + last_seen[order],
             weights=torch.ones(stop - start),
             log_elsewhere=[mass[:, :, order] for mass in masses],

@@ -214,9 +214,9 @@ def _with_protected_mass(queries: QuerySet, prefix: Prefix) -> QuerySet:
 class PartQueries:
     """The queries to which the slots of each part of a prefix are fitted.
 
-    These are all queries whose text is the part's, and evenly spaced ones of the others', each with
-    the weight of those that it represents. The other parts' slots are like text after the prefix:
-    their mass is elsewhere.
+    These are all queries whose text is the part's. Of the others, evenly spaced ones among those
+    that are fitted to are used, each with the weight of those that it represents. The other parts'
+    slots are like text after the prefix: their mass is elsewhere.
 
     Args:
         queries: to which the whole prefix is fitted.
@@ -240,17 +240,22 @@ class PartQueries:
             queries: of ``fitted_queries``.
             sampled: number of the others' queries, relative to those of the part.
         """
+        if num_parts == 1:
+            return cls(queries, [], 0)
         stride = max(1, round((num_parts - 1) / sampled))
         return cls(queries, [_mass_on(prefix, each) for each in queries], stride)
 
     def part(self, segment: Prefix) -> list[QuerySet]:
         """The queries for a part of ``Prefix.parts``."""
-        start, stop = segment.tokens or (0, segment.trace.prefix_len)
+        if segment.tokens is None:
+            return list(self.queries)
+        start, stop = segment.tokens
         chosen: list[QuerySet] = []
         for each, masses in zip(self.queries, self.of_prefix, strict=True):
             positions = each.positions if each.repeated is None else each.repeated
             is_inside = (positions >= start) & (positions < stop)
-            is_sampled = torch.arange(len(each)) % self.stride == 0
+            numbers = torch.arange(len(each))
+            is_sampled = (numbers % self.stride == 0) & (numbers < each.num_fitted)
             rows = (is_inside | is_sampled).nonzero().squeeze(1)
             if not len(rows):
                 continue
