@@ -190,17 +190,17 @@ class _KeyCells:
         digit = 128  # numbers that all types of cells hold exactly
         pages = kv_cache.new_zeros(1, num_heads, cells, width)
         numbers = torch.arange(cells * head_dim).view(cells, 1, head_dim)
-        found = torch.zeros(cells * width, dtype=torch.long)
+        number_of_cell = torch.zeros(cells * width, dtype=torch.long)
         factor = 1
         while factor <= cells * head_dim:
             keys = (numbers // factor % digit + 1).expand(-1, num_heads, -1).to(pages.dtype)
             values = torch.zeros_like(keys)
             impl.do_kv_cache_update(layer, keys.contiguous(), values, pages, torch.arange(cells))
-            found += pages[0, 0].flatten().long().sub(1) * factor
+            number_of_cell += pages[0, 0].flatten().long().sub(1) * factor
             factor *= digit
         is_key = pages[0, 0].flatten() > 0
         places = torch.empty(cells * head_dim, dtype=torch.long)
-        places[found[is_key]] = is_key.nonzero().flatten()
+        places[number_of_cell[is_key]] = is_key.nonzero().flatten()
         self.places = places.view(cells, head_dim).T.contiguous()  # (head_dim, cells)
         steps = (
             int(self.places[1, 0] - self.places[0, 0]),

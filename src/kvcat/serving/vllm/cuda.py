@@ -159,17 +159,17 @@ class DocumentsImpl(FlashAttentionImpl):
         mass = queries.new_empty(queries.shape[:3], dtype=torch.float32)
         number = layer_number(layer.layer_name)
         for document in rows.documents:
-            part = slice(document.start, document.stop)
+            tokens = slice(document.start, document.stop)
             held = WORKER.layers[document.digest][number]
             if isinstance(held, FlashLayer):
-                attended[:, part], mass[:, part] = attend_flash(
-                    queries[:, part], held, scale=self.scale, version=self.vllm_flash_attn_version
+                attended[:, tokens], mass[:, tokens] = attend_flash(
+                    queries[:, tokens], held, scale=self.scale, version=self.vllm_flash_attn_version
                 )
             else:
-                attended[:, part], mass[:, part] = attend_documents(
-                    queries[:, part],
+                attended[:, tokens], mass[:, tokens] = attend_documents(
+                    queries[:, tokens],
                     [(held, 0, document.stop - document.start)],
-                    rows.positions[part],
+                    rows.positions[tokens],
                     scale=self.scale,
                 )
         shape = (len(rows.tokens), self.num_heads, self.head_size)

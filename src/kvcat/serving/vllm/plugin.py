@@ -44,12 +44,12 @@ def _add_middleware() -> None:
     add_others = launcher.init_entrypoints_middleware
 
     @functools.wraps(add_others)
-    def add_all(args: Any, app: Any, *rest: Any) -> None:
+    def add_all(args: Any, app: Any, *arguments: Any) -> None:
         if _names_connector(getattr(args, "kv_transfer_config", None)):
             from kvcat.serving.vllm.requests import DocumentRequests
 
             app.add_middleware(DocumentRequests)
-        add_others(args, app, *rest)
+        add_others(args, app, *arguments)
 
     launcher.init_entrypoints_middleware = add_all
 

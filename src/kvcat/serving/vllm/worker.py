@@ -98,20 +98,20 @@ class Worker:
             device: of the result.
         """
         digests = self.digests[group]
-        found = []
+        with_document = []
         for number, (block, length) in enumerate(zip(first_blocks, lengths, strict=True)):
             digest = digests.get(block)
             if digest is not None and starts[number + 1] > starts[number]:
                 row = Row(number, digest, starts[number], starts[number + 1], length)
-                found.append(row)
-        if not found:
+                with_document.append(row)
+        if not with_document:
             return None
-        found.sort(key=lambda row: row.digest)
+        with_document.sort(key=lambda row: row.digest)
         documents: list[DocumentTokens] = []
         tokens: list[Tensor] = []
         positions: list[Tensor] = []
         end = 0
-        for row in found:
+        for row in with_document:
             count = row.stop - row.start
             tokens.append(torch.arange(row.start, row.stop))
             positions.append(torch.arange(row.length - count, row.length))
@@ -120,7 +120,7 @@ class Worker:
                 begin = documents.pop().start
             end += count
             documents.append(DocumentTokens(row.digest, begin, end))
-        return Rows(found, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents)
+        return Rows(with_document, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents)
 
 
 WORKER = Worker()
