@@ -1,5 +1,6 @@
 """Documents next to an engine's pages: attention and its merge against plain softmax in float64,
-keys before position 0 against transformers' own forward, what workers hold, which names are document.
+keys before position 0 against transformers' own forward, what workers hold, which names lead to
+documents.
 """
 
 import pytest
@@ -163,9 +164,14 @@ def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
     cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9)
     small = rotation_model(model.config)
     whole = place([cache], small, **HERE)
-    of_workers_placed = [place([cache], small, **{**HERE, "share": Share(rank, 2)}) for rank in range(2)]
+    of_workers_placed = [
+        place([cache], small, **{**HERE, "share": Share(rank, 2)}) for rank in range(2)
+    ]
     for layer, held in enumerate(whole):
-        assert held.counts == (*of_workers_placed[0][layer].counts, *of_workers_placed[1][layer].counts)
+        assert held.counts == (
+            *of_workers_placed[0][layer].counts,
+            *of_workers_placed[1][layer].counts,
+        )
         keys = torch.cat([of_worker[layer].keys for of_worker in of_workers_placed])
         assert torch.equal(held.keys, keys)
     counts = [layer.counts[0].tolist() for layer in cache.layers]

@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from kvcat.serving.document_attention import attend_documents, merge
-from kvcat.serving.vllm.connector import layer_number, memory_bytes
+from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Bool, Float, Int, Tensor
 
@@ -73,8 +73,7 @@ class DocumentsImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        config = get_current_vllm_config()
-        self.reserved_bytes = memory_bytes(config) if config.kv_transfer_config else 0
+        self.reserved_bytes = reserved_bytes(get_current_vllm_config())
 
     def forward(
         self,

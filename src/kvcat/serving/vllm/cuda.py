@@ -24,7 +24,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvcat.attention.kernels import EXTRA_CHANNELS, extend_keys
 from kvcat.serving.document_attention import DocumentLayer, attend_documents
-from kvcat.serving.vllm.connector import layer_number, memory_bytes
+from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Float, Int, Tensor
 
@@ -114,9 +114,7 @@ class DocumentsImpl(FlashAttentionImpl):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        config = get_current_vllm_config_or_none()
-        has_connector = config is not None and config.kv_transfer_config is not None
-        self.reserved_bytes = memory_bytes(config) if has_connector else 0
+        self.reserved_bytes = reserved_bytes(get_current_vllm_config_or_none())
 
     def prepare(self, layer: DocumentLayer) -> Any:
         """A document's layer in the form that ``forward`` reads."""

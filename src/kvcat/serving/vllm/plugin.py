@@ -6,14 +6,30 @@ Without the connector in vLLM's options nothing changes for a server.
 # pyright: reportMissingImports=false
 
 import functools
+import logging
 from typing import Any
 
 CONNECTOR = "kvcat"
+VERSIONS = ("0.32.",)
+"""Beginnings of the versions of vLLM whose names the package knows."""
 _PACKAGE = "kvcat.serving.vllm"
 
 
 def register() -> None:
-    """Register everything; may be called several times."""
+    """Register everything; may be called several times.
+
+    Other versions of vLLM run without kvcat.
+    """
+    from vllm.version import __version__
+
+    if not __version__.removeprefix("v").startswith(VERSIONS):
+        logging.getLogger("vllm.kvcat").warning(
+            "kvcat serves documents in vLLM %s, not in %s: the connector %r is not registered",
+            " and ".join(f"{version}x" for version in VERSIONS),
+            __version__,
+            CONNECTOR,
+        )
+        return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -78,7 +78,8 @@ class Worker:
     def hold_reserve(self, num_bytes: int, device: torch.device) -> None:
         """Allocate the room for documents, once."""
         if self.reserve is None:
-            self.reserve = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            # ones: a CPU gives memory to what is written alone
+            self.reserve = torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
     def rows(
         self,
@@ -120,7 +121,9 @@ class Worker:
                 begin = documents.pop().start
             end += count
             documents.append(DocumentTokens(row.digest, begin, end))
-        return Rows(with_document, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents)
+        return Rows(
+            with_document, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents
+        )
 
 
 WORKER = Worker()
