@@ -142,7 +142,7 @@ class DocumentsImpl(FlashAttentionImpl):
                 WORKER.hold_reserve(self.reserved_bytes, query.device)
         elif not WORKER.is_idle:
             rows = _rows_of(layer.layer_name, attn_metadata)
-        if rows is None:
+        if rows is None or attn_metadata is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **options
             )
