@@ -9,7 +9,7 @@ that llama.cpp allocates for them, the seconds from a cache's file to the first 
 (of the dense one also from the text), and the tokens per second of the answer.
 
 `vllm`: 1, 4, 16 and 64 requests at once over all documents, to servers of the stock checkpoint.
-"compact": the documents beside the pages, by the default method (unequal heads). "cells": prompts
+"compact": the documents next to the pages, by the default method (unequal heads). "cells": prompts
 with as many more tokens as the documents have slots on average, which are in the prefix cache: the
 same number of slots as ordinary cells. "dense": the documents in the prompts and in the prefix
 cache. Every number of requests is sent twice, and the second time counts. Answers of "compact" are

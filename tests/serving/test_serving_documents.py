@@ -1,5 +1,6 @@
 """Documents next to an engine's pages: attention and its merge against plain softmax in float64,
-keys before position 0 against transformers' own forward, what workers hold, which names are found.
+keys before position 0 against transformers' own forward, what workers hold, which names lead to
+documents.
 """
 
 import pytest
@@ -163,14 +164,19 @@ def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
     cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9)
     small = rotation_model(model.config)
     whole = place([cache], small, **HERE)
-    parts = [place([cache], small, **{**HERE, "share": Share(rank, 2)}) for rank in range(2)]
+    of_workers_placed = [
+        place([cache], small, **{**HERE, "share": Share(rank, 2)}) for rank in range(2)
+    ]
     for layer, held in enumerate(whole):
-        assert held.counts == (*parts[0][layer].counts, *parts[1][layer].counts)
-        keys = torch.cat([part[layer].keys for part in parts])
+        assert held.counts == (
+            *of_workers_placed[0][layer].counts,
+            *of_workers_placed[1][layer].counts,
+        )
+        keys = torch.cat([of_worker[layer].keys for of_worker in of_workers_placed])
         assert torch.equal(held.keys, keys)
     counts = [layer.counts[0].tolist() for layer in cache.layers]
     options = {"biased": cache.has_log_bias, "size": 2}
-    of_workers = [sum(layer.nbytes for layer in part) for part in parts]
+    of_workers = [sum(layer.nbytes for layer in held) for held in of_workers_placed]
     assert num_bytes(counts, 8, torch.float32, **options) == max(of_workers)
     assert Share(3, 8).heads(4) == range(1, 2)
 
@@ -261,14 +267,14 @@ def test_names_lead_to_files_of_the_folder_and_a_changed_file_is_read_again(tmp_
     cache = ragged(evicted(model, ids(1, 40), log_bias=True))
     cache.save(folder / "a.safetensors")
     documents = open_documents(str(folder), model.config, lambda _: fingerprint(model))
-    found = documents.find("a")
-    assert found.digest == documents.find("a.safetensors").digest
-    assert found.num_tokens == 40
-    assert found.counts == ((7, 6),) * 2
-    assert documents.load(found)[0].num_tokens == 40
+    document = documents.find("a")
+    assert document.digest == documents.find("a.safetensors").digest
+    assert document.num_tokens == 40
+    assert document.counts == ((7, 6),) * 2
+    assert documents.load(document)[0].num_tokens == 40
     evicted(model, ids(1, 50), log_bias=True).save(folder / "a.safetensors")
-    assert documents.find("a").digest != found.digest
-    assert "has changed" in refusal(documents.load, found)
+    assert documents.find("a").digest != document.digest
+    assert "has changed" in refusal(documents.load, document)
     (tmp_path / "b").write_bytes((folder / "a.safetensors").read_bytes())
     (folder / "b").symlink_to(tmp_path / "b")
     for name, message in {
@@ -289,7 +295,7 @@ def test_names_lead_to_files_of_the_folder_and_a_changed_file_is_read_again(tmp_
 def test_a_document_with_an_answer_beyond_the_models_positions_is_rejected(tmp_path):
     model = make_model("mistral", {"sliding_window": 48})
     evicted(model, ids(1, 40)).save(tmp_path / "a")
-    found = open_documents(str(tmp_path), model.config, lambda _: fingerprint(model)).find("a")
-    found.check_length(8)  # its layers keep slots while everything is within the window
-    assert "exceed the 48" in refusal(found.check_length, 9)
+    document = open_documents(str(tmp_path), model.config, lambda _: fingerprint(model)).find("a")
+    document.check_length(8)  # its layers keep slots while everything is within the window
+    assert "exceed the 48" in refusal(document.check_length, 9)
     assert len(capture(model, ids(1, 4)).keys) == 2

@@ -1,4 +1,4 @@
-"""A server's folder of caches: what a request may name, and the prompts that it gets."""
+"""A folder of documents: what a request may name, and the prompts that an engine gets."""
 
 import os
 
@@ -6,11 +6,12 @@ import pytest
 from evicted_caches import evicted, ids, make_model
 
 import kvcat
+from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.serving import (
-    CacheFolder,
     chat_ids,
     export_prefix,
+    open_documents,
     prompt_ids,
     read_prefix,
     request_fields,
@@ -23,23 +24,22 @@ def folder(tmp_path):
     model = make_model()
     other = make_model("qwen2")
     cache = evicted(model, ids(1, 30), 7, log_bias=True)
-    home = tmp_path / "caches"
+    home = tmp_path / "documents"
     home.mkdir()
-    export_prefix(cache, model, home / "report-1.a_b", head_dim=12)
-    export_prefix(cache, model, home / "narrow", head_dim=10)
-    export_prefix(evicted(other, ids(1, 30)), other, home / "foreign", head_dim=12)
-    export_prefix(cache, model, tmp_path / "outside", head_dim=12)
+    cache.save(home / "report-1.a_b")
+    evicted(other, ids(1, 30)).save(home / "foreign")
+    cache.save(tmp_path / "outside")
     (home / "link").symlink_to(tmp_path / "outside")
-    (home / "damaged").write_bytes((home / "narrow").read_bytes()[:-1] + b"\7")
+    (home / "damaged").write_bytes((home / "report-1.a_b").read_bytes()[:-1] + b"\7")
     (home / "text").write_text("text")
     (home / "inner").mkdir()
-    cache.save(home / "compact")
-    return CacheFolder(home, cache.fingerprint, (2, 2, 12)), model
+    export_prefix(cache, model, home / "packed", head_dim=12)
+    return open_documents(str(home), model.config, lambda _: fingerprint(model)), model
 
 
 def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder(folder):
-    caches, _ = folder
-    assert caches.find("report-1.a_b").num_slots == 7
+    documents, _ = folder
+    assert documents.find("report-1.a_b").counts == ((7, 7),) * 2
     for name, message in {
         "../outside": "no name",
         "/etc/passwd": "no name",
@@ -50,39 +50,36 @@ def test_a_request_reaches_no_file_but_a_whole_cache_of_this_model_in_the_folder
         "a\0b": "no name",
         "a\n": "no name",
         "a" * 201: "no name",
-        "inner": "no cache 'inner'",
-        "gone": "no cache 'gone'",
-        "link": "no cache 'link'",
+        "inner": "no document 'inner'",
+        "gone": "no document 'gone'",
+        "link": "no document 'link'",
         "foreign": "belongs to another model",
-        "narrow": "has 10 channels a head, the served model 12: pack it with --head-dim 12",
         "damaged": "corrupt",
         "text": "not a safetensors file",
-        "compact": "not an exported prefix",
+        "packed": "not a compact cache",
     }.items():
         with pytest.raises(InputError, match=message) as refused:
-            caches.find(name)
-        assert str(caches.folder) not in str(refused.value)
-    for name in (None, 5, [], [5], [["report-1.a_b"]], {}):
-        with pytest.raises(InputError, match="is no name of a cache"):
-            caches.find(name)
-    with pytest.raises(InputError, match="no folder of caches"):
-        CacheFolder(caches.folder / "gone", "f", (2, 2, 12))
+            documents.find(name)
+        assert str(documents.folder) not in str(refused.value)
+    for name in (None, 5, [5], [["report-1.a_b"]], {}):
+        with pytest.raises(InputError, match="is no name of a document"):
+            documents.find(name)
 
 
 def test_another_document_under_a_name_has_another_salt(folder):
-    caches, model = folder
-    path = caches.folder / "report-1.a_b"
-    first = caches.find(path.name)
+    documents, model = folder
+    path = documents.folder / "report-1.a_b"
+    first = documents.find(path.name)
     status = path.stat()
-    assert caches.find(path.name) is first
-    export_prefix(evicted(model, ids(1, 30, seed=9), 7, log_bias=True), model, path, head_dim=12)
+    assert documents.find(path.name) is first
+    evicted(model, ids(1, 30, seed=9), 7, log_bias=True).save(path)
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-    second = caches.find(path.name)
-    fields = [request_fields(prefix, path.name, [5, 6], "mine") for prefix in (first, second)]
-    assert fields[0]["prompt"] == fields[1]["prompt"] == [0] * 7 + [5, 6]
+    second = documents.find(path.name)
+    fields = [request_fields(each, path.name, [5, 6], "mine") for each in (first, second)]
+    assert fields[0]["prompt"] == fields[1]["prompt"] == [5, 6]
     assert fields[0]["cache_salt"] != fields[1]["cache_salt"]
     with pytest.raises(InputError, match="has changed since it was requested"):
-        first.load()
+        documents.load(first)
 
 
 def test_questions_continue_the_turn_that_the_document_opens():

@@ -129,8 +129,8 @@ def attend_documents(
     outputs = []
     log_masses = []
     for layer, start, stop in documents:
-        part = flat[:, start * group : stop * group]
-        output, log_mass = _attend_document(part, layer, positions[start:stop], scale)
+        of_document = flat[:, start * group : stop * group]
+        output, log_mass = _attend_document(of_document, layer, positions[start:stop], scale)
         outputs.append(output)
         log_masses.append(log_mass)
     output = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)

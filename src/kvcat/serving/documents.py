@@ -127,11 +127,11 @@ class Documents(ABC):
         names = name if isinstance(name, list) else [name]
         if not 1 <= len(names) <= MOST_DOCUMENTS:
             raise InputError(f"a request names 1 to {MOST_DOCUMENTS} documents, not {len(names)}")
-        found = [self._known(str(each), self.version(each)) for each in names]
-        if len(found) == 1:
-            return found[0]
+        documents = [self._known(str(each), self.version(each)) for each in names]
+        if len(documents) == 1:
+            return documents[0]
         self.check_joined()
-        return _joined(found)
+        return _joined(documents)
 
     def load(self, document: Document) -> list[CompactCache]:
         """The caches of a document.

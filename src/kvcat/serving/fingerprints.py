@@ -42,18 +42,18 @@ class CheckpointFingerprints:
     def _find(self, dtype: str) -> str:
         remembered = models_home().parent / "fingerprints" / self._key(dtype)
         try:
-            found = remembered.read_text()
+            known = remembered.read_text()
         except OSError:
-            found = ""
-        if not re.fullmatch(FORM, found):
+            known = ""
+        if not re.fullmatch(FORM, known):
             model, _ = load(self.folder, dtype=dtype, tokenizer=False)
-            found = fingerprint(model)
+            known = fingerprint(model)
             try:
                 remembered.parent.mkdir(parents=True, exist_ok=True)
-                write_text(remembered, found)
+                write_text(remembered, known)
             except (OSError, InputError):
                 pass  # the next process reads the checkpoint again
-        return found
+        return known
 
     def _key(self, dtype: str) -> str:
         """A name for the checkpoint as it is now."""

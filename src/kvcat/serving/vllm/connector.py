@@ -25,6 +25,7 @@ from kvcat.serving.fingerprints import CheckpointFingerprints
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
 from kvcat.serving.requests import FIELD, SALT
 from kvcat.serving.residents import Orders, Residents
+from kvcat.serving.vllm.plugin import CONNECTOR, is_ours
 from kvcat.serving.vllm.worker import WORKER
 
 logger = init_logger(__name__)
@@ -150,6 +151,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._owners: list[dict[int, tuple[str, str | None]]] = [{} for _ in groups]
         self._found: dict[str, Document] = {}  # by request
         self._failed: set[str] = set()
+        self._skipping: set[str] = set()  # requests that must not read the prefix cache, and wait
         self._loaded = _Loaded()
         self._failing: set[str] = set()
         self.impls: dict[int, Any] = {}  # attention by the number of the layer
@@ -185,17 +187,30 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 size=self.num_workers,
             )
             if self._residents.ask(request.request_id, document, size):
+                self._restore_skipping(request, num_computed_tokens)
                 return 0, False
-            if request.skip_reading_prefix_cache:  # vLLM would not let it wait
-                raise InputError(
-                    "logprobs of the prompt need a document that is in memory: ask again"
-                )
+            if request.skip_reading_prefix_cache:  # with which vLLM lets no request wait
+                self._skipping.add(request.request_id)
+                request.skip_reading_prefix_cache = False
         except InputError as error:
             logger.error("request %s: %s", request.request_id, error)
             self._failed.add(request.request_id)
+            self._found.pop(request.request_id, None)
             request.skip_reading_prefix_cache = False
             return max(1, request.num_tokens - num_computed_tokens), True
         return None, False
+
+    def _restore_skipping(self, request: Any, num_computed_tokens: int) -> None:
+        """A request with logprobs of its prompt has waited: all of the prompt is computed again.
+
+        Raises:
+            InputError: vLLM has found a part of the prompt in its prefix cache already.
+        """
+        if request.request_id in self._skipping:
+            self._skipping.discard(request.request_id)
+            request.skip_reading_prefix_cache = True
+            if num_computed_tokens > 0:
+                raise InputError("logprobs of the prompt: the document is in memory now, ask again")
 
     def update_state_after_alloc(
         self,
@@ -239,6 +254,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Forget the request."""
         self._residents.release(request.request_id)
         self._found.pop(request.request_id, None)
+        self._skipping.discard(request.request_id)
         for owners in self._owners:
             mine = [block for block, owner in owners.items() if owner[0] == request.request_id]
             for block in mine:
@@ -403,6 +419,13 @@ def memory_bytes(vllm_config: Any) -> int:
     return int(megabytes * 1e6)
 
 
+def reserved_bytes(vllm_config: Any) -> int:
+    """Bytes that vLLM must leave for documents when it measures its memory."""
+    transfer = None if vllm_config is None else vllm_config.kv_transfer_config
+    is_ours = transfer is not None and transfer.kv_connector == CONNECTOR
+    return memory_bytes(vllm_config) if is_ours else 0
+
+
 def check_options(vllm_config: Any) -> None:
     """Raise an ``InputError`` for options of vLLM with which answers would be wrong."""
     parallel = vllm_config.parallel_config
@@ -426,8 +449,6 @@ def check_options(vllm_config: Any) -> None:
 
 def check_layer(name: str, impl: Any) -> None:
     """Raise an ``InputError`` for a layer whose attention to documents would be wrong."""
-    from kvcat.serving.vllm.plugin import is_ours
-
     if not is_ours(impl):
         raise InputError(
             f"layer {name}: the attention of {type(impl).__name__} does not read documents; on a "

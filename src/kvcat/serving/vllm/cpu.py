@@ -14,7 +14,7 @@ from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
 from kvcat.serving.document_attention import attend_documents, merge
-from kvcat.serving.vllm.connector import layer_number, memory_bytes
+from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Bool, Float, Int, Tensor
 
@@ -73,8 +73,7 @@ class DocumentsImpl(CPUAttentionBackendImpl):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        config = get_current_vllm_config()
-        self.reserved_bytes = memory_bytes(config) if config.kv_transfer_config else 0
+        self.reserved_bytes = reserved_bytes(get_current_vllm_config())
 
     def forward(
         self,
@@ -190,17 +189,17 @@ class _KeyCells:
         digit = 128  # numbers that all types of cells hold exactly
         pages = kv_cache.new_zeros(1, num_heads, cells, width)
         numbers = torch.arange(cells * head_dim).view(cells, 1, head_dim)
-        found = torch.zeros(cells * width, dtype=torch.long)
+        number_of_cell = torch.zeros(cells * width, dtype=torch.long)
         factor = 1
         while factor <= cells * head_dim:
             keys = (numbers // factor % digit + 1).expand(-1, num_heads, -1).to(pages.dtype)
             values = torch.zeros_like(keys)
             impl.do_kv_cache_update(layer, keys.contiguous(), values, pages, torch.arange(cells))
-            found += pages[0, 0].flatten().long().sub(1) * factor
+            number_of_cell += pages[0, 0].flatten().long().sub(1) * factor
             factor *= digit
         is_key = pages[0, 0].flatten() > 0
         places = torch.empty(cells * head_dim, dtype=torch.long)
-        places[found[is_key]] = is_key.nonzero().flatten()
+        places[number_of_cell[is_key]] = is_key.nonzero().flatten()
         self.places = places.view(cells, head_dim).T.contiguous()  # (head_dim, cells)
         steps = (
             int(self.places[1, 0] - self.places[0, 0]),

@@ -24,7 +24,7 @@ from vllm.v1.attention.ops.merge_attn_states import merge_attn_states
 
 from kvcat.attention.kernels import EXTRA_CHANNELS, extend_keys
 from kvcat.serving.document_attention import DocumentLayer, attend_documents
-from kvcat.serving.vllm.connector import layer_number, memory_bytes
+from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER, Rows
 from kvcat.types import Float, Int, Tensor
 
@@ -114,9 +114,7 @@ class DocumentsImpl(FlashAttentionImpl):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        config = get_current_vllm_config_or_none()
-        has_connector = config is not None and config.kv_transfer_config is not None
-        self.reserved_bytes = memory_bytes(config) if has_connector else 0
+        self.reserved_bytes = reserved_bytes(get_current_vllm_config_or_none())
 
     def prepare(self, layer: DocumentLayer) -> Any:
         """A document's layer in the form that ``forward`` reads."""
@@ -144,7 +142,7 @@ class DocumentsImpl(FlashAttentionImpl):
                 WORKER.hold_reserve(self.reserved_bytes, query.device)
         elif not WORKER.is_idle:
             rows = _rows_of(layer.layer_name, attn_metadata)
-        if rows is None:
+        if rows is None or attn_metadata is None:
             return super().forward(
                 layer, query, key, value, kv_cache, attn_metadata, output, *args, **options
             )
@@ -159,17 +157,17 @@ class DocumentsImpl(FlashAttentionImpl):
         mass = queries.new_empty(queries.shape[:3], dtype=torch.float32)
         number = layer_number(layer.layer_name)
         for document in rows.documents:
-            part = slice(document.start, document.stop)
+            tokens = slice(document.start, document.stop)
             held = WORKER.layers[document.digest][number]
             if isinstance(held, FlashLayer):
-                attended[:, part], mass[:, part] = attend_flash(
-                    queries[:, part], held, scale=self.scale, version=self.vllm_flash_attn_version
+                attended[:, tokens], mass[:, tokens] = attend_flash(
+                    queries[:, tokens], held, scale=self.scale, version=self.vllm_flash_attn_version
                 )
             else:
-                attended[:, part], mass[:, part] = attend_documents(
-                    queries[:, part],
+                attended[:, tokens], mass[:, tokens] = attend_documents(
+                    queries[:, tokens],
                     [(held, 0, document.stop - document.start)],
-                    rows.positions[part],
+                    rows.positions[tokens],
                     scale=self.scale,
                 )
         shape = (len(rows.tokens), self.num_heads, self.head_size)

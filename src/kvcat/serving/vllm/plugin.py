@@ -6,14 +6,30 @@ Without the connector in vLLM's options nothing changes for a server.
 # pyright: reportMissingImports=false
 
 import functools
+import logging
 from typing import Any
 
 CONNECTOR = "kvcat"
+VERSIONS = ("0.32.",)
+"""Beginnings of the versions of vLLM whose names the package knows."""
 _PACKAGE = "kvcat.serving.vllm"
 
 
 def register() -> None:
-    """Register everything; may be called several times."""
+    """Register everything; may be called several times.
+
+    Other versions of vLLM run without kvcat.
+    """
+    from vllm.version import __version__
+
+    if not __version__.removeprefix("v").startswith(VERSIONS):
+        logging.getLogger("vllm.kvcat").warning(
+            "kvcat serves documents in vLLM %s, not in %s: the connector %r is not registered",
+            " and ".join(f"{version}x" for version in VERSIONS),
+            __version__,
+            CONNECTOR,
+        )
+        return
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
@@ -44,12 +60,12 @@ def _add_middleware() -> None:
     add_others = launcher.init_entrypoints_middleware
 
     @functools.wraps(add_others)
-    def add_all(args: Any, app: Any, *rest: Any) -> None:
+    def add_all(args: Any, app: Any, *arguments: Any) -> None:
         if _names_connector(getattr(args, "kv_transfer_config", None)):
             from kvcat.serving.vllm.requests import DocumentRequests
 
             app.add_middleware(DocumentRequests)
-        add_others(args, app, *rest)
+        add_others(args, app, *arguments)
 
     launcher.init_entrypoints_middleware = add_all
 

@@ -130,7 +130,7 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
     return json.dumps({**request, **fields}).encode()
 
 
-def _name_in(request: Any) -> object:
+def _name_in(request: Any) -> Any:
     """What a request names; None: nothing."""
     if not isinstance(request, dict):
         return None

@@ -78,7 +78,8 @@ class Worker:
     def hold_reserve(self, num_bytes: int, device: torch.device) -> None:
         """Allocate the room for documents, once."""
         if self.reserve is None:
-            self.reserve = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+            # ones: a CPU gives memory to what is written alone
+            self.reserve = torch.ones(num_bytes, dtype=torch.uint8, device=device)
 
     def rows(
         self,
@@ -98,20 +99,20 @@ class Worker:
             device: of the result.
         """
         digests = self.digests[group]
-        found = []
+        with_document = []
         for number, (block, length) in enumerate(zip(first_blocks, lengths, strict=True)):
             digest = digests.get(block)
             if digest is not None and starts[number + 1] > starts[number]:
                 row = Row(number, digest, starts[number], starts[number + 1], length)
-                found.append(row)
-        if not found:
+                with_document.append(row)
+        if not with_document:
             return None
-        found.sort(key=lambda row: row.digest)
+        with_document.sort(key=lambda row: row.digest)
         documents: list[DocumentTokens] = []
         tokens: list[Tensor] = []
         positions: list[Tensor] = []
         end = 0
-        for row in found:
+        for row in with_document:
             count = row.stop - row.start
             tokens.append(torch.arange(row.start, row.stop))
             positions.append(torch.arange(row.length - count, row.length))
@@ -120,7 +121,9 @@ class Worker:
                 begin = documents.pop().start
             end += count
             documents.append(DocumentTokens(row.digest, begin, end))
-        return Rows(found, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents)
+        return Rows(
+            with_document, torch.cat(tokens).to(device), torch.cat(positions).to(device), documents
+        )
 
 
 WORKER = Worker()
