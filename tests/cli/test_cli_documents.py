@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shlex
 import shutil
 
@@ -247,6 +248,20 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
     options = ("--prompt", "the cat", "--temperature", 2, "--seed")
     first, again, other = (answer(capsys, tiny_folder, saved, *options, seed) for seed in (1, 1, 2))
     assert first == again != other
+
+
+def test_a_document_is_repeated_in_parts_where_twice_its_length_is_too_long(
+    tiny_folder, tmp_path, capsys
+):
+    document = tmp_path / "doc.txt"
+    output = tmp_path / "c.safetensors"
+    document.write_text("".join(sentences(7, seed=7)))
+    assert kvcat("compress", tiny_folder, "--text", document, "-o", output) == 0
+    cache = CompactCache.load(output)
+    assert 2 * cache.num_tokens > 256 - 81 > cache.num_tokens  # the instruction has 81 tokens
+    assert cache.record.supervision == "reconstruction"
+    cost = r"[\d.]+ s, [\d.]+ times reading alone \([\d.]+ s\); \d+ s for 10,000 tokens"
+    assert re.search(cost, capsys.readouterr().err)
 
 
 def test_a_document_too_long_for_its_repetition_is_fitted_to_its_queries(
