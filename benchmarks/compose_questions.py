@@ -45,8 +45,8 @@ from kvcat.compress import Trace, slots_for
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
+from kvcat.evals.evaluations.longbench import cut_middle
 from kvcat.evals.haystacks import draws, number, shuffled
-from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl
 
 SEAM = 8

@@ -13,7 +13,6 @@ another package works here as soon as the package is installed (docs/extend.md).
 
 ``records/`` has what is shown: a row for each window, method and size (``losses.csv.gz``), a row
 for each question, condition and size (``answers.csv.gz``), and what made them (``about.json``).
-README's table of an engine is from docs/serving.jsonl (``serving.py``).
 """
 
 import argparse
@@ -91,7 +90,6 @@ RECORDS = FOLDER / "records"
 PAGE = ROOT / "docs" / "leaderboard.md"
 PICTURE = ROOT / "docs" / "quality.png"
 README = ROOT / "README.md"
-SERVING = ROOT / "docs" / "serving.jsonl"
 BLOCK = re.compile(
     r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
 )
@@ -498,30 +496,6 @@ def _first_page(estimate: Estimate | None, factor: float, form: str) -> str:
     return "" if estimate is None else format(factor * estimate.value, form)
 
 
-def engine_table() -> str:
-    """README's table of llama.cpp, from the last line of docs/serving.jsonl about it."""
-    run_of_engine = [line for line in read_jsonl(SERVING) if line["engine"] == "llama.cpp"][-1]
-    dense, compact = run_of_engine["dense"], run_of_engine["compact"]
-    first = "seconds to the first token"
-    # the text is read once; restoring takes the place of reading
-    from_text = run_of_engine["seconds to read the text"] + dense[first]
-    from_text -= dense["seconds to restore"]
-    memory = [f"{each['MB in llama.cpp']:.1f} MB" for each in (dense, compact)]
-    seconds = [f"{each[first]:.2f} s" for each in (dense, compact)]
-    rates = [f"{each['tokens a second']:.1f}" for each in (dense, compact)]
-    return "\n".join(
-        [
-            "| | full cache | compact cache |",
-            "|---|---|---|",
-            f"| memory of the cache, with room for question and answer | {' | '.join(memory)} |",
-            f"| time to the first token, from the text | {from_text:.0f} s | - |",
-            f"| time to the first token, from the saved cache | {' | '.join(seconds)} |",
-            f"| tokens per second after it | {' | '.join(rates)} |",
-            "",
-        ]
-    )
-
-
 def with_tables(text: str, tables: dict[str, str]) -> str:
     """A page with the tables between its marks."""
 
@@ -600,7 +574,7 @@ def plot(shown: dict[str, pd.DataFrame], names: dict[str, str]) -> bytes:
 
 def different(records: Records, names: dict[str, str]) -> Iterator[tuple[Path, bytes]]:
     """The files that are not what the records give, and what they should be."""
-    tables = {"leaderboard": readme_table(records), "engine": engine_table()}
+    tables = {"leaderboard": readme_table(records)}
     texts = {
         PAGE: page(records, names),
         README: with_tables(README.read_text(encoding="utf-8"), tables),

@@ -82,10 +82,10 @@ def add_model_option(parser: ArgumentParser) -> None:
     )
 
 
-def add_record_options(parser: ArgumentParser) -> None:
+def add_record_options(parser: ArgumentParser, *, required: bool = True) -> None:
     """The options of a benchmark that asks models and writes their answers to a file."""
     add_model_option(parser)
-    parser.add_argument("--out", type=Path, required=True, help="file of records")
+    parser.add_argument("--out", type=Path, required=required, help="file of records")
     parser.add_argument("--threads", type=int, default=1)
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
 from named_models import NamedModel, add_model_option, parse_models
@@ -330,14 +331,13 @@ def plot(tables: dict[str, tuple[pd.DataFrame, pd.DataFrame]], path: Path) -> No
 def draw(axis: Any, series: pd.DataFrame, method: str, bits: str, colour: str) -> None:
     """A method's caches of so many bits, with 95 % intervals."""
     marker, line = STYLES[bits]
-    value, low, high = (
-        pd.Series([getattr(estimate, name) for estimate in series.estimate])
-        for name in ("value", "low", "high")
+    value, low, high = np.transpose(
+        [(estimate.value, estimate.low, estimate.high) for estimate in series.estimate]
     )
     axis.errorbar(
         100 / series.fewer,
         value,
-        yerr=[(value - low).clip(upper=0.9 * value), high - value],
+        yerr=[np.minimum(value - low, 0.9 * value), high - value],
         marker=marker,
         linestyle=line,
         color=colour,

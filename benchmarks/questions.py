@@ -27,6 +27,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import pandas as pd
 import torch
@@ -40,8 +41,8 @@ from kvcat.compress import Trace, slots_for, trace
 from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
 from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
+from kvcat.evals.evaluations.longbench import cut_middle
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
-from kvcat.evals.longbench import cut_middle
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.stats import shares, sign_flip_p_value
 
@@ -95,6 +96,11 @@ class Document:
         """Names and numbers in the document that are asked."""
         draw = draws(self.seed, "facts", self.kind, self.length, self.index)
         return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[: KINDS[self.kind]]]
+
+    @property
+    def asked(self) -> list[Any]:
+        """What records hold of the questions."""
+        return self.facts
 
     @cached_property
     def head(self) -> list[int]:
@@ -152,7 +158,7 @@ class Document:
         """The dense cache of as many tokens as a budget has slots: the template's opening and both
         ends of the text."""
         head = len(self.head)
-        room = max(2, slots_for(self.length, keep, None) - head)
+        room = max(2, slots_for(len(self.ids), keep, None) - head)
         ids = torch.tensor([[*self.ids[:head], *cut_middle(self.ids[head:], room)]])
         return trace(self.model, ids, supervision="self").dense_cache()
 
@@ -188,7 +194,7 @@ def answered(
         "document": document.name,
         "kind": document.kind,
         "length": document.length,
-        "asked": document.facts,
+        "asked": document.asked,
     }
     traces: dict[str, Trace] = {}
     for condition in conditions:

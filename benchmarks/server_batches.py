@@ -13,8 +13,8 @@ from pathlib import Path
 import kvcat
 from kvcat.compress import make_compressor
 from kvcat.errors import run_script
-from kvcat.generate.answers import Sampling
 from kvcat.generate.batches import BatchQuestion, answer_batch
+from kvcat.settings import Sampling
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "corpus.md"
 QUESTIONS = [

@@ -26,7 +26,9 @@ from kvcat.theory import (
     incompressible_histogram,
     sequences,
 )
-from kvcat.theory import definitions as d
+from kvcat.theory import (
+    definitions as d,
+)
 from kvcat.theory.histogram import multisets
 from kvcat.theory.optimum import joint_optimum
 

@@ -1,10 +1,12 @@
 """Files are complete or absent, logs survive a kill, and a folder has one writer."""
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -43,6 +45,21 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folde
             partial.mkdir()
             (partial / name).write_text(name)
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
+
+
+def test_numpy_that_finds_no_room_is_explained(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # bytes of a file
+    try:
+        with (
+            pytest.raises(
+                InputError, match=r"cannot write .*a\.gguf: the disk is full, or a limit"
+            ),
+            atomic_write(tmp_path / "a.gguf") as partial,
+        ):
+            np.ones(10_000).tofile(partial)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.mark.parametrize("cut", [1, 5, 40])

@@ -11,8 +11,8 @@ from kvcat.attention import attend
 from kvcat.compress import parse_method, seeded_compressor
 from kvcat.evals import evaluate
 from kvcat.evals.answers import greedy_answers
-from kvcat.evals.needle import make_task as make_needles
-from kvcat.evals.suffix import make_task
+from kvcat.evals.evaluations.needle import make_task as make_needles
+from kvcat.evals.evaluations.suffix import make_task
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 from naive import normal

@@ -10,10 +10,10 @@ import kvcat
 from kvcat.compress.compare import smallest_cache
 from kvcat.compress.solvers import fit_log_bias
 from kvcat.corpus import CorpusSettings
-from kvcat.generate.answers import Sampling
 from kvcat.losses import budget_loss
 from kvcat.models.masked_pass import MaskedPass
 from kvcat.policies import RandomPolicy, Router
+from kvcat.settings import Sampling
 from kvcat.theory.optimum import paper_bound
 from tiny import byte_tokenizer, loud_model, refusal, without_type_checks
 

@@ -9,7 +9,9 @@ from pathlib import Path
 from pkgutil import resolve_name
 
 import pytest
+import yaml
 
+import kvcat
 from kvcat.cli.app import run
 from kvcat.compress import AttentionMatching, GradientCompression
 
@@ -53,7 +55,7 @@ def test_python_examples_run_one_after_the_other_and_print_what_is_shown(
     ("document", "written"),
     [
         pytest.param(README, "report/report.html", marks=pytest.mark.slow),
-        (COMPRESS, "plain.prefix"),
+        (COMPRESS, "few.safetensors"),
     ],
 )
 def test_shell_examples_run(
@@ -126,3 +128,20 @@ def test_every_room_of_the_package_has_a_line_in_the_tree() -> None:
         p.name for p in (ROOT / "src/kvcat").iterdir() if p.is_dir() and p.name != "__pycache__"
     }
     assert rooms == set(re.findall(r"^  (\w+)/", tree, flags=re.MULTILINE))
+
+
+def test_the_citation_is_valid_and_of_this_version() -> None:
+    """The keys that version 1.2.0 of the format requires, and the package's version."""
+    citation = yaml.safe_load(read("CITATION.cff"))
+    assert set(citation) >= {"cff-version", "message", "title", "authors"}
+    assert (citation["cff-version"], citation["version"]) == ("1.2.0", kvcat.__version__)
+    for work in (citation, *citation["references"]):
+        for author in work["authors"]:
+            assert set(author) in ({"name"}, {"family-names", "given-names"})
+
+
+def test_the_workflow_runs_the_targets_of_ci() -> None:
+    workflow = yaml.safe_load(read(".github/workflows/ci.yml"))
+    targets = set(workflow["jobs"]["make"]["strategy"]["matrix"]["target"])
+    of_ci = set(re.findall(r"\bmake ([a-z-]+)", read(".ci/run"))) - {"test-python"}
+    assert targets == of_ci  # other Pythons have a job of their own

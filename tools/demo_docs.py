@@ -1,7 +1,7 @@
 """Write docs/demo from the folder of a demo: python tools/demo_docs.py FOLDER.
 
-The pages hold what `make demo` found: the verdicts, the plots and every figure. A demo that was
-stopped after its first part has pages on compression alone.
+The page holds what `make demo` found: the verdicts, the plots and one table of each part. A demo
+that was stopped after its first part has a page on compression alone.
 """
 
 import json
@@ -12,16 +12,16 @@ import textwrap
 from datetime import date
 from pathlib import Path
 
-from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
 from kvcat.report import Results, read_results, write_report
+from kvcat.report.verdicts import compression_verdicts, training_verdicts
 
 ROOT = Path(__file__).parent.parent
 TARGET = ROOT / "docs" / "demo"
 ABOUT = (
     "What `make demo` finds on `kvcat-base`, the model of a million parameters that comes with the "
     "package and knows Python sources only. kvcat {kvcat}, torch {torch}, transformers "
-    "{transformers}, {cpu}, {date}; [provenance.jsonl](provenance.jsonl) has the rest. Every "
-    "figure is in [quality](quality.md) and [differences](differences.md)."
+    "{transformers}, {cpu}, {date}; [provenance.jsonl](provenance.jsonl) has the rest. The page "
+    "that the command writes has every figure."
 )
 COMPRESSION = (
     "Caches of {prefix_len} tokens of held-out Python source, made from these tokens alone and "
@@ -70,7 +70,7 @@ def part_page(results: Results, report: Path, about: str, plots: dict[str, str])
 
 
 def main() -> None:
-    """Replace the pages by those of the demo in the folder that the command line names."""
+    """Replace the page by that of the demo in the folder that the command line names."""
     demo = Path(sys.argv[1])
     compression = read_results(demo / "compression")
     training = None
@@ -88,8 +88,6 @@ def main() -> None:
         page += answer_lines(compression_verdicts(compression))
         plot = {"compression.png": "KL and equal next tokens against the slots kept, by method"}
         page += ["## Compression", "", *part_page(compression, report, COMPRESSION, plot)]
-        quality = tables(report, "quality*.md")
-        differences = [f"{wrapped(NO_TRAINING)}\n"]
         events = list(compression.events)
         if training is None:
             page += ["## Training", "", wrapped(NO_TRAINING), ""]
@@ -105,16 +103,8 @@ def main() -> None:
                 shutil.copy(report / "plots" / plot_name, TARGET / plot_name)
             page += ["## Training", "", *answer_lines(training_verdicts(training))]
             page += part_page(training, report, TRAINING, plots)
-            quality += tables(report, "quality*.md") + tables(report, "whole-cache.md")
-            differences = tables(report, "differences-*.md")
             events += training.events
     (TARGET / "index.md").write_text("\n".join(page), encoding="utf-8")
-    for file, title, texts in (
-        ("quality.md", "every figure", quality),
-        ("differences.md", "differences between models", differences),
-    ):
-        text = "\n".join([f"# The demo: {title}\n", *texts])
-        (TARGET / file).write_text(text, encoding="utf-8")
     lines = "".join(json.dumps(event) + "\n" for event in events)
     (TARGET / "provenance.jsonl").write_text(lines, encoding="utf-8")
 

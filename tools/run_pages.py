@@ -27,7 +27,6 @@ PAGES = (
     "docs/extend.md",
     "docs/kvpress.md",
     "docs/serving.md",
-    "docs/several-documents.md",
     "docs/theory.md",
     "docs/training.md",
 )

@@ -11,7 +11,7 @@ STEPS=${STEPS:-160}
 WINDOWS=${WINDOWS:-24}
 mkdir -p "$OUT"
 
-python() { "${PYTHON:-python3}" "$@"; }
+python() { command "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
 models="base=$MODEL"

@@ -10,7 +10,7 @@ SEEDS=${SEEDS:-1 2 3}
 STEPS=${STEPS:-160}
 WINDOWS=${WINDOWS:-24}
 
-python() { "${PYTHON:-python3}" "$@"; }
+python() { command "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
 for seed in $SEEDS; do

@@ -4,7 +4,7 @@
 # the installed Python sources (those of constraints.txt).
 # Trains, judges and records one point after the other, in the order of QUEUE; if it is stopped, the
 # same command continues. A point at 10.6 tokens a parameter takes half an hour of an idle core for a
-# control, an hour or more for the others. `python runs/scale/tables.py` prints what came out.
+# control, an hour or more for the others. `python runs/scale/curve.py` prints what came out.
 set -eu
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-out/scale}
@@ -14,7 +14,7 @@ DEVICE=${DEVICE:-cpu}
 WINDOWS=${WINDOWS:-48}
 mkdir -p "$OUT"
 
-python() { "${PYTHON:-python3}" "$@"; }
+python() { command "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
 options() {
@@ -37,7 +37,7 @@ judge() {  # judge LABEL MODEL FOLDER
   kvcat eval suffix "$1=$2" --windows "$WINDOWS" --per-document 1 --prefix 384 --suffix 128 \
     --keep 0.05 0.1 0.2 --method attention-matching h2o --supervision reconstruction \
     --device "$DEVICE" --out "$3/reconstruction"
-  python runs/scale/tables.py --add "$3/suffix" "$3/reconstruction" --records "$RECORDS"
+  python runs/scale/curve.py --add "$3/suffix" "$3/reconstruction" --records "$RECORDS"
 }
 
 [ -e "$OUT/base/recorded" ] || { judge base@0 kvcat-base "$OUT/base"; : > "$OUT/base/recorded"; }

@@ -96,8 +96,10 @@ def write(rows: pd.DataFrame, path: Path) -> None:
     """Write the rows, compressed; equal rows give equal bytes."""
     text = io.StringIO()
     rows.to_csv(text, index=False, lineterminator="\n")
-    with path.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as compressed:
+    unfinished = path.with_suffix(".partial")
+    with unfinished.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as compressed:
         compressed.write(text.getvalue().encode())
+    unfinished.replace(path)  # a run that is killed here loses nothing
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ CHECKPOINT_EVERY=${CHECKPOINT_EVERY:-16}
 export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
 mkdir -p "$OUT"
 
-python() { "${PYTHON:-python3}" "$@"; }
+python() { command "${PYTHON:-python3}" "$@"; }
 kvcat() { python -m kvcat "$@"; }
 
 # tokens: the training text, tokenised once

@@ -1,7 +1,7 @@
-"""The pictures of docs/results.md and docs/results/, from the results of every window.
+"""Pictures of gain and price, from the results of every window.
 
 python runs/smollm2/plots.py forms docs/results.png
-python runs/smollm2/plots.py price docs/results/price.png
+python runs/smollm2/plots.py price price.png
 """
 
 import argparse

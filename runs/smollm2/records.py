@@ -2,7 +2,7 @@
 
 ``records.csv.gz`` holds a row for every text, model, training seed,
 method, keep ratio and window. A model's name is `VARIANT-wWEIGHT-STEPS`, without the weight if it
-is 1; a step is 4,096 tokens. ``tables.py`` prints every table of docs/results from it, ``plots.py``
+is 1; a step is 4,096 tokens. ``tables.py`` prints every table from it, ``plots.py``
 draws the pictures.
 
 Figures, intervals and p-values are those of ``kvcat report``: over documents and over the training
@@ -12,6 +12,7 @@ seeds that a model and its control both have.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 
@@ -159,23 +160,21 @@ def compared(
     num_runs = labels.groupby([rows["method"], rows["keep_ratio"]]).transform("nunique")
     rows = rows[num_runs == 2 * len(chosen)]  # what every run was judged by
     primary = PRIMARY if PAPER in set(rows["method"]) else None
-    cells = compare_models(_cell_records(rows), control, primary=primary)
+    records = [cell_record(row, NUM_PREDICTED) for row in rows.to_dict("records")]
+    cells = compare_models(records, control, primary=primary)
+    cells = cells[~cells["metric"].isin(_DENSE)]
     place = rows[["method", "keep_ratio"]].iloc[0]
     first = rows[(rows["method"] == place["method"]) & (rows["keep_ratio"] == place["keep_ratio"])]
     dense = compare_models(_dense_records(first), control).set_index("metric", drop=False)
     return Comparison(evaluated, model, control, text, tuple(chosen), cells, dense)
 
 
-def _cell_records(rows: pd.DataFrame) -> Iterator[Record]:
-    """Records with what depends on the compact cache; ``gained`` is what KL is divided by."""
-    for row in rows.to_dict("records"):
-        values = {
-            "kl": row["kl"],
-            "nll": row["nll"],
-            "diverged": row["kl"] * NUM_PREDICTED,
-            "gained": row["context_gain"] * NUM_PREDICTED,
-        }
-        yield _record(row, values)
+def cell_record(row: dict[str, Any], num_predicted: int) -> Record:
+    """A window's record; KL per nat of context gain is the ratio of two sums over its tokens."""
+    values = {name: row[name] for name in ("kl", "nll", "nll_dense", "context_gain")}
+    values["diverged"] = row["kl"] * num_predicted
+    values["gained"] = row["context_gain"] * num_predicted
+    return _record(row, values)
 
 
 def _dense_records(rows: pd.DataFrame) -> Iterator[Record]:
@@ -184,7 +183,7 @@ def _dense_records(rows: pd.DataFrame) -> Iterator[Record]:
         yield _record(row, {name: row[name] for name in _DENSE})
 
 
-def _record(row: dict, values: dict[str, float]) -> Record:
+def _record(row: dict[str, Any], values: dict[str, float]) -> Record:
     label = f"{row['model']}@{row['seed']}"
     return Record(
         model=label,
@@ -195,7 +194,7 @@ def _record(row: dict, values: dict[str, float]) -> Record:
         keep_ratio=row["keep_ratio"],
         step=None,
         seed=None,
-        dataset=row["text"],
+        dataset=row.get("text", ""),
         stratum="",
         document=row["document"],
         example=row["window"],

@@ -1,14 +1,14 @@
-"""The tables of docs/results.md and docs/results/, from the results of every window.
+"""The tables on KV-CAT's training, from the results of every window.
 
     python runs/smollm2/tables.py summary controls books/router-128@1 ...   # prints tables
-    python runs/smollm2/tables.py --write                  # puts all of them into the pages
-    python runs/smollm2/tables.py --check                  # exit code 1 if a page is different
+    python runs/smollm2/tables.py --write        # renews those of docs/results.md
+    python runs/smollm2/tables.py --check        # exit code 1 if they are different
 
-A table's name is ``summary``, ``controls``, ``price-shares``, ``exact``, ``exact-tech``,
+A table's name is ``scale``, ``summary``, ``controls``, ``price-shares``, ``exact``, ``exact-tech``,
 ``exact-code``, ``peers``, ``price``, ``price-router`` or [DATE/]TEXT/MODEL[@SEED][:CONTROL], with
 TEXT and MODEL as in ``records.py``, and DATE that of the code that evaluated (2026-11-25). Without
 a seed it is the mean of all runs that the model and its control both have; runs of several dates
-are joined by a plus sign (2026-11-26+2026-11-27). Pages mark the place of a table by its name.
+are joined by a plus sign (2026-11-26+2026-11-27). The page marks the place of a table by its name.
 """
 
 import argparse
@@ -40,8 +40,12 @@ from kvcat.report.figures import Figure, difference_figure, keep_label, ratio_fi
 from kvcat.stats.significance import holm
 from kvcat.stats.summary import SIGNIFICANT
 
+sys.path.append(str(Path(__file__).parents[1] / "scale"))
+
+import curve
+
 ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "docs" / "results.md", *sorted((ROOT / "docs" / "results").glob("*.md"))]
+PAGE = ROOT / "docs" / "results.md"
 BLOCK = re.compile(
     r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
 )
@@ -129,6 +133,7 @@ def comparison_of(name: str) -> Comparison:
 def table(name: str) -> str:
     """A table as Markdown, with the command that prints it."""
     special = {
+        "scale": lambda: curve.table(curve.read()),
         "summary": summary,
         "controls": controls,
         "price-shares": price_shares,
@@ -355,7 +360,7 @@ def side_by_side(
 
 
 def page_with_tables(text: str) -> str:
-    """A page's text with every table as it is printed now."""
+    """The page's text with every table as it is printed now."""
 
     def block(match: re.Match[str]) -> str:
         name = match["name"]
@@ -370,22 +375,19 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="TABLE")
-    parser.add_argument("--write", action="store_true", help="put the tables into the pages")
-    parser.add_argument("--check", action="store_true", help="compare the pages with the records")
+    parser.add_argument("--write", action="store_true", help="renew the tables of the page")
+    parser.add_argument("--check", action="store_true", help="compare the page with the records")
     options = parser.parse_args()
     print("\n".join(table(name) for name in options.names), end="")
     if not (options.write or options.check):
         return
-    different = []
-    for page in PAGES:
-        text = page.read_text(encoding="utf-8")
-        written = page_with_tables(text)
-        if written != text:
-            different.append(str(page.relative_to(ROOT)))
-            if options.write:
-                page.write_text(written, encoding="utf-8")
-    print("\n".join(different))
-    sys.exit(bool(different) and not options.write)
+    text = PAGE.read_text(encoding="utf-8")
+    written = page_with_tables(text)
+    if options.write:
+        PAGE.write_text(written, encoding="utf-8")
+    elif written != text:
+        print(f"{PAGE.relative_to(ROOT)} differs: see --write")
+        sys.exit(1)
 
 
 if __name__ == "__main__":

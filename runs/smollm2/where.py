@@ -33,7 +33,7 @@ import kvcat
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import Trace, make_compressor
 from kvcat.errors import run_script
-from kvcat.evals.suffix import Window, make_task
+from kvcat.evals.evaluations.suffix import Window, make_task
 from kvcat.models import capture
 from kvcat.stats.intervals import ClusterBootstrap
 

@@ -2,131 +2,37 @@
 
 Names are imported on first use, so that ``import kvcat`` and ``kvcat --help`` stay fast.
 """
+# isort: skip_file
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvcat.extras import missing_package
+from kvcat.extras import on_first_use
 
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    # fmt: off
     from kvcat import (
-        attention,
-        cache,
-        compress,
-        corpus,
-        data,
-        evals,
-        losses,
-        models,
-        policies,
-        recipes,
-        report,
-        serving,
-        theory,
-        training,
+        attention as attention, cache as cache, compress as compress, corpus as corpus,
+        data as data, evals as evals, losses as losses, models as models, policies as policies,
+        recipes as recipes, report as report, serving as serving, theory as theory,
+        training as training,
     )
-    from kvcat.cache import CompactCache
+    from kvcat.cache import CompactCache as CompactCache
     from kvcat.compress import (
-        AttentionMatching,
-        Eviction,
-        GradientCompression,
-        Session,
-        Trace,
-        append,
-        compare,
-        compose,
-        compress_document,
-        document_trace,
-        question_ids,
-        reconstruction,
-        replay,
-        trace,
+        AttentionMatching as AttentionMatching, Eviction as Eviction,
+        GradientCompression as GradientCompression, Session as Session, Trace as Trace,
+        append as append, compare as compare, compose as compose,
+        compress_document as compress_document, document_trace as document_trace,
+        question_ids as question_ids, reconstruction as reconstruction, replay as replay,
+        trace as trace,
     )
-    from kvcat.corpus import Store
-    from kvcat.errors import InputError
-    from kvcat.models import load
-    from kvcat.settings import DocumentSettings
-    from kvcat.training import TrainConfig
-    from kvcat.training.loop import train
+    from kvcat.corpus import Store as Store
+    from kvcat.errors import InputError as InputError
+    from kvcat.models import load as load
+    from kvcat.settings import DocumentSettings as DocumentSettings
+    from kvcat.training import TrainConfig as TrainConfig
+    from kvcat.training.loop import train as train
+    # fmt: on
 
-__all__ = [
-    "AttentionMatching",
-    "CompactCache",
-    "DocumentSettings",
-    "Eviction",
-    "GradientCompression",
-    "InputError",
-    "Session",
-    "Store",
-    "Trace",
-    "TrainConfig",
-    "append",
-    "attention",
-    "cache",
-    "compare",
-    "compose",
-    "compress",
-    "compress_document",
-    "corpus",
-    "data",
-    "document_trace",
-    "evals",
-    "load",
-    "losses",
-    "models",
-    "policies",
-    "question_ids",
-    "recipes",
-    "reconstruction",
-    "replay",
-    "report",
-    "serving",
-    "theory",
-    "trace",
-    "train",
-    "training",
-]
-_HOME = {
-    "AttentionMatching": "compress",
-    "CompactCache": "cache",
-    "DocumentSettings": "settings",
-    "Eviction": "compress",
-    "GradientCompression": "compress",
-    "InputError": "errors",
-    "Session": "compress",
-    "Store": "corpus",
-    "Trace": "compress",
-    "TrainConfig": "training",
-    "append": "compress",
-    "compare": "compress",
-    "compose": "compress",
-    "compress_document": "compress",
-    "document_trace": "compress",
-    "load": "models",
-    "question_ids": "compress",
-    "reconstruction": "compress",
-    "replay": "compress",
-    "trace": "compress",
-    "train": "training.loop",
-}
-"""The module of every name that is not a module itself."""
-
-
-def __getattr__(name: str) -> Any:
-    try:
-        if name in _HOME:
-            return getattr(importlib.import_module(f"kvcat.{_HOME[name]}"), name)
-        if name in __all__:
-            return importlib.import_module(f"kvcat.{name}")
-    except ModuleNotFoundError as error:
-        line = missing_package(error, f"kvcat.{name}")
-        if line:
-            raise ModuleNotFoundError(line, name=error.name) from error
-        raise
-    raise AttributeError(f"module 'kvcat' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = on_first_use(__name__, __file__)  # pyright: ignore

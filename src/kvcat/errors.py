@@ -23,7 +23,7 @@ def one_line(error: BaseException) -> str:
 
 
 def whole(name: str, value: Any) -> int:
-    """The number as an ``int``; ``InputError`` for a value that is no whole number.
+    """The number as an ``int``; ``InputError`` for a value that is not a whole number.
 
     True and 1.0 are none; a whole number of numpy is one.
     """
@@ -33,7 +33,7 @@ def whole(name: str, value: Any) -> int:
 
 
 def finite(name: str, value: Any) -> float:
-    """The number as a ``float``; ``InputError`` for a value that is no finite number."""
+    """The number as a ``float``; ``InputError`` for a value that is not a finite number."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not math.isfinite(value):
         raise InputError(f"{name} is {value!r}; it must be a finite number")
@@ -53,14 +53,14 @@ def did_you_mean(word: str, choices: Iterable[str]) -> str:
 
 
 def unknown_name(kind: str, name: str, choices: Iterable[str]) -> InputError:
-    """The error for a name of some kind, such as a compressor, that is none of the choices."""
+    """The error for a name of some kind, such as a compressor, that is not among the choices."""
     known = list(choices)
     hint = did_you_mean(name, known)
     return InputError(f"no {kind} {name!r}{hint}; there are {', '.join(known)}")
 
 
 def check_one_of(setting: str, value: object, choices: Iterable[str]) -> None:
-    """Raise an ``InputError`` for the value of a setting that is none of the choices."""
+    """Raise an ``InputError`` for the value of a setting that is not among the choices."""
     known = list(choices)
     if value in known:
         return
@@ -69,7 +69,7 @@ def check_one_of(setting: str, value: object, choices: Iterable[str]) -> None:
 
 
 def check_least(least: int, **settings: int) -> None:
-    """Raise an ``InputError`` for a setting that is no whole number, or is below the least."""
+    """Raise an ``InputError`` for a setting that is not a whole number, or is below the least."""
     for name, value in settings.items():
         if whole(name, value) < least:
             raise InputError(f"{name} is {value}; it must be at least {least}")

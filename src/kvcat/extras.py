@@ -1,7 +1,14 @@
-"""Optional packages, and the extras of kvcat that install them.
+"""Optional packages with the extras that install them, and names imported on first use.
 
-The core needs none of them: it loads models, compresses, saves, generates and serves.
+The core needs no optional package: it loads models, compresses, saves, generates and serves.
 """
+
+import ast
+import importlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 EXTRAS = {
     "train": ("datasets", "fsspec", "pyarrow"),
@@ -70,3 +77,40 @@ def install_command(extra: str) -> str:
     if url:  # a wheel
         return f"pip install {shlex.quote(f'kvcat[{extra}] @ {url}')}"
     return f"pip install 'kvcat[{extra}]'"
+
+
+def on_first_use(
+    package: str, file: str
+) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` (PEP 562) and ``__all__`` of a package that imports names late.
+
+    The names are listed once, as imports under ``if TYPE_CHECKING`` in the package's file, where
+    type checkers and documentation find them.
+
+    Args:
+        package, file: its ``__name__`` and ``__file__``.
+    """
+    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    home = {}
+    for node in block.body:
+        if isinstance(node, ast.ImportFrom):
+            home |= {alias.name: str(node.module) for alias in node.names}
+
+    def get(name: str) -> Any:
+        if name not in home:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        try:
+            if home[name] == package:  # a module of the package
+                return importlib.import_module(f"{package}.{name}")
+            return getattr(importlib.import_module(home[name]), name)
+        except ModuleNotFoundError as error:
+            line = missing_package(error, f"{package}.{name}")
+            if line:
+                raise ModuleNotFoundError(line, name=error.name) from error
+            raise
+
+    def list_names() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *home})
+
+    return get, list_names, sorted(home)

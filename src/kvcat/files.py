@@ -43,6 +43,7 @@ _SEAL = re.compile(rb"sha256:([0-9a-f]{64})")
 _JSON_SEAL = re.compile(rb'sha256:[0-9a-f]{64}"\s*\}\s*\Z')
 _LINE_SUM = re.compile(rb'(?:, )?"(?:.rc32|c.c32|cr.32|crc.2|crc3.)": "(.{8})"\}\Z', re.DOTALL)
 _SUM = re.compile(r"([0-9a-f]{64}) [ *](.+)")
+_SHORT_WRITE = re.compile(r"\d+ requested and \d+ written")  # numpy's words, without an errno
 _IS_DAMAGED = "is damaged: its content does not match its checksum"
 
 
@@ -91,6 +92,8 @@ class WriteError(InputError):
 
 def reason(error: BaseException) -> str:
     """Why the system cannot do something, without the number of the error."""
+    if isinstance(error, OSError) and _SHORT_WRITE.fullmatch(str(error)):
+        return "the disk is full, or a limit on the size of files is reached"
     return getattr(error, "strerror", None) or one_line(error)
 
 
@@ -230,7 +233,7 @@ def check_sums(folder: Path, *, leave_out: str = "") -> None:
     for line in read_text(sums).splitlines():
         match = _SUM.fullmatch(line)
         if match is None:
-            raise InputError(f"{sums} is damaged: {line[:80]!r} is no checksum of a file")
+            raise InputError(f"{sums} is damaged: {line[:80]!r} is not the checksum of a file")
         file = folder / match[2]
         if leave_out and file.match(leave_out):
             continue

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal, TypeVar, get_args
 import tyro
 from tyro.constructors import PrimitiveConstructorSpec
 
-from kvcat.choices import Bos as BosChoice
-from kvcat.choices import DocumentSupervision
+from kvcat.options import NUM_FIRST, DocumentSupervision
+from kvcat.options import Bos as BosChoice
 
 T = TypeVar("T")
 
@@ -66,6 +66,7 @@ Unset = Annotated[T | None, tyro.conf.arg(help_behavior_hint="")]
 Several = Annotated[tuple[T, ...], tyro.conf.arg(help_behavior_hint="(required)")]
 """``Several[T]``: positional arguments, at least one of which is needed."""
 Count = Annotated[int, _number(int, "INT>=1", lambda value: 1 <= value < 2**63)]
+Port = Annotated[int, _number(int, "1<=PORT<=65535", lambda value: 1 <= value <= 65535)]
 Fraction = Annotated[float, _number(float, "0<FRACTION<=1", lambda value: 0 < value <= 1)]
 Nats = Annotated[float, _number(float, "NATS>=0", lambda value: 0 <= value < math.inf)]
 Megabytes = Annotated[float, _number(float, "MB>0", lambda value: 0 < value < 1e12)]
@@ -80,9 +81,10 @@ Strings = tyro.conf.UseAppendAction[tuple[Annotated[tuple[str, ...], _group(str,
 Files = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Path, ...], _group(Path, "PATH")], ...]]
 SeamTokens = Annotated[
     int,
+    _number(int, f"0<=INT<={NUM_FIRST}", lambda value: 0 <= value <= NUM_FIRST),
     tyro.conf.arg(
         help="With several caches: first tokens of every later document that are encoded again "
-        "behind the documents before it, 0 to 16."
+        "after the documents before it, 0 to 16."
     ),
 ]
 Fractions = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Fraction, ...], _group(Fraction)], ...]]

@@ -1,4 +1,4 @@
-"""Options of methods, policies and training, which are parsed from text and checked by type."""
+"""Options: the words that some allow, and how they are parsed from text and checked by type."""
 
 import dataclasses
 import json
@@ -12,6 +12,23 @@ from types import NoneType
 from typing import Any, Literal
 
 from kvcat.errors import InputError, did_you_mean
+
+DocumentSupervision = Literal["reconstruction", "self"]
+"""The text to which a document's cache is fitted: a copy of it, or the document itself."""
+
+SuffixSupervision = Literal["suffix", "first-half", "reconstruction"]
+"""The text to which a window's cache is fitted: its suffix, half of it, or its prefix repeated."""
+
+Supervision = Literal[SuffixSupervision, DocumentSupervision]
+"""The text to which a cache is fitted."""
+
+Bos = Literal["auto", "always", "never"]
+"""The tokens at the start of a text: the tokenizer's (auto), at least BOS, or none."""
+
+NUM_FIRST = 16
+"""First tokens of a document whose ids a compact cache records."""
+SEAM_TOKENS = 8
+"""First tokens of every later document that ``kvcat.compose`` encodes again, by default."""
 
 _TYPE_WORDS = {
     bool: "true or false",
@@ -101,7 +118,7 @@ def typed_fields(hints: Mapping[str, Any], content: Any, name: object) -> dict[s
     """
     if not isinstance(content, Mapping):
         raise InputError(
-            f"{name} is damaged: {str(content)[:80]!r} is no table of {', '.join(hints)}"
+            f"{name} is damaged: {str(content)[:80]!r} is not a table of {', '.join(hints)}"
         )
     for entry in [*hints, *content]:
         if entry not in content or entry not in hints:

@@ -1,4 +1,4 @@
-"""The settings with which a document is compressed, for Python and for the command line.
+"""How a document is compressed and an answer decoded, for Python and for the command line.
 
 Nothing here imports torch, so that help texts and errors about options appear immediately.
 """
@@ -8,8 +8,7 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from kvcat.choices import DocumentSupervision
-from kvcat.errors import InputError, check_least, check_one_of, finite
+from kvcat.errors import InputError, check_least, check_one_of, finite, whole
 from kvcat.option_types import (
     CacheBits,
     Count,
@@ -21,8 +20,9 @@ from kvcat.option_types import (
     Supervision,
     Unset,
 )
-from kvcat.options import parse_spec
+from kvcat.options import DocumentSupervision, parse_spec
 
+MOST_STOPS = 16
 DEFAULT_KEEP = 0.2
 """Fraction of the slots that is kept if no size is given."""
 _KEEP_HELP = f"Fraction of the KV slots to KEEP, in (0, 1]; {DEFAULT_KEEP} if no size is given."
@@ -69,7 +69,7 @@ class CacheSettings:
             number = getattr(self, name)
             if number is not None:
                 check_least(smallest, **{name: number})
-                object.__setattr__(self, name, int(number))  # numpy's numbers are no JSON
+                object.__setattr__(self, name, int(number))  # JSON does not take numpy's numbers
         check_one_of("supervision", self.supervision, get_args(DocumentSupervision))
         check_one_of("bits", self.bits, get_args(CacheBits))
         name, options = parse_spec(self.method)
@@ -88,8 +88,11 @@ class CacheSettings:
 
     @property
     def learner(self) -> str | None:
-        """What needs the copy of the document that follows it in reconstruction, if anything."""
-        return "gradient" if parse_spec(self.method)[0] == "gradient" else None
+        """The setting that needs the copy of the document which follows it in reconstruction.
+
+        What the method needs is an attribute of its class (``document_compressor``).
+        """
+        return None
 
     @property
     def size(self) -> dict[str, Any]:
@@ -139,12 +142,9 @@ class DocumentSettings(CacheSettings):
                 raise InputError(
                     "protect system needs chat: only a chat template has a system turn"
                 )
-        if self.has_protection:
-            name, options = self.method_options()
-            if "bits" in options:
-                raise InputError(f"protected slots are exact, not in {options['bits']} bits")
-            if name.startswith("kvpress:"):
-                raise InputError(f"{name} protects no slots: leave out what is to be protected")
+        _, options = self.method_options()
+        if self.has_protection and "bits" in options:
+            raise InputError(f"protected slots are exact, not in {options['bits']} bits")
 
     @property
     def has_protection(self) -> bool:
@@ -157,8 +157,8 @@ class DocumentSettings(CacheSettings):
 
     @property
     def learner(self) -> str | None:
-        """What needs the copy of the document that follows it in reconstruction, if anything."""
-        return "max_kl" if self.max_kl is not None else super().learner
+        """The setting that needs the copy of the document which follows it in reconstruction."""
+        return "max_kl" if self.max_kl is not None else None
 
     @classmethod
     def of(cls, settings: CacheSettings) -> "DocumentSettings":
@@ -166,3 +166,39 @@ class DocumentSettings(CacheSettings):
         names = CacheSettings.__dataclass_fields__
         values = asdict(settings)
         return cls(**{name: values[name] for name in names})
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How an answer is decoded.
+
+    Args:
+        temperature: 0 for greedy decoding, or from 0.001 to 1000.
+        top_p: sample from the most likely tokens with this total probability, in (0, 1].
+        max_new_tokens: largest number of tokens, at least 1.
+        stop: texts or control tokens at which the answer ends, without them; at most 16.
+        seed: of the draws.
+
+    Raises:
+        InputError: a value that is not valid.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int = 64
+    stop: tuple[str, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        temperature = finite("temperature", self.temperature)
+        if temperature != 0 and not 1e-3 <= temperature <= 1e3:
+            raise InputError(
+                f"temperature is {self.temperature:g}; it must be 0, or lie in [0.001, 1000]"
+            )
+        if not 0 < finite("top_p", self.top_p) <= 1:
+            raise InputError(f"top_p is {self.top_p:g}; it must lie in (0, 1]")
+        check_least(1, max_new_tokens=self.max_new_tokens)
+        if "" in self.stop or len(self.stop) > MOST_STOPS:
+            raise InputError(f"stop texts must not be empty, and at most {MOST_STOPS}")
+        if not 0 <= whole("seed", self.seed) < 2**63:
+            raise InputError(f"seed is {self.seed}; it must be at least 0 and below 2^63")

@@ -99,7 +99,7 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
     assert kvcat(*words) == 0
     said = capsys.readouterr()
-    assert "/nonsense is no command" in said.err
+    assert "/nonsense is not a command" in said.err
     assert "exists: name a new file" in said.err
     assert other.read_bytes() == b""
     messages = json.loads(saved.read_text())["messages"]
@@ -229,4 +229,6 @@ def test_options_that_name_no_cache_or_two_are_rejected(tiny_folder, store, mist
         "chat", tiny_folder, "--store", store, "--id", "a/2"
     )
     assert "no store of caches" in mistake("serve", tiny_folder, "--store", store.parent)
-    assert "--port is 70000" in mistake("serve", tiny_folder, "--store", store, "--port", 70000)
+    assert "--port takes 1<=PORT<=65535, not 70000" in mistake(
+        "serve", tiny_folder, "--store", store, "--port", 70000
+    )

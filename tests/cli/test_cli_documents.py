@@ -256,7 +256,7 @@ def test_a_document_too_long_for_its_repetition_is_fitted_to_its_queries(
     output = tmp_path / "c.safetensors"
     document.write_text("".join(sentences(9, seed=7)))
     argv = ["compress", tiny_folder, "--text", document, "-o", output]
-    assert "too few for it and the copy of it" in mistake(*argv)
+    assert "tokens of its repetition: supervision self repeats nothing" in mistake(*argv)
     assert not output.exists()
     assert kvcat(*argv, "--supervision", "self") == 0
 

@@ -106,9 +106,13 @@ def test_several_sources_and_shards_end_in_one_report(
     assert [len(read_records(Path(folder))) for folder in folders] == [4, 4]
 
 
+def evaluate(out, name, *options):
+    assert run([str(x) for x in ["eval", name, "base=kvcat-base", "--out", out, *options]]) == 0
+
+
 def evaluated(out, name, *options):
     """Evaluates with kvcat-base; what the records are of."""
-    assert run([str(x) for x in ["eval", name, "base=kvcat-base", "--out", out, *options]]) == 0
+    evaluate(out, name, *options)
     return {(record.method, record.keep_ratio, record.step) for record in read_records(out)}
 
 
@@ -140,7 +144,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
 
 def test_a_ruler_run_accepts_several_lengths(tmp_path):
     tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5)
-    evaluated(tmp_path, "ruler", "--length", 400, 420, *tasks)
+    evaluate(tmp_path, "ruler", "--length", 400, 420, *tasks)
     for length in ("400", "420"):
         assert {record.dataset for record in read_records(tmp_path / length)} == {f"ruler-{length}"}
     assert (tmp_path / "report" / "report.html").exists()

@@ -69,7 +69,7 @@ def test_info_describes_each_file_and_their_sum_and_pack_writes_the_composed_cac
 
 def test_mistakes_with_several_caches_are_one_line(files, tiny_folder, mistake):
     words = ("generate", tiny_folder, "--cache", *files, "--prompt", "a")
-    assert "must be in [0, 16]" in mistake(*words, "--seam-tokens", 17)
+    assert "--seam-tokens takes 0<=INT<=16, not 17" in mistake(*words, "--seam-tokens", 17)
     assert "single cache" in mistake(*words, "--packed")
     one = ("--cache", files[0], "--seam-tokens", 4)
     for command in (("generate", tiny_folder, "--prompt", "a"), ("pack", tiny_folder, "-o", "x")):

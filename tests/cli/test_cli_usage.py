@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from kvcat.cli import app
 from kvcat.cli.app import commands, run
-from kvcat.cli.options import Fractions, Strings, flat, parse
+from kvcat.cli.options import parse
+from kvcat.option_types import Fractions, Strings, flat
 
 
 def test_the_overview_imports_nothing_heavy():
@@ -116,7 +117,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("generate m --cache t.txt --prompt x --stop", "--stop takes [STR [STR ...]] (see"),
         ("theory theorem --function --out o", "--function takes [STR [STR ...]] (see"),
         (
-            "compress m --text t.txt -o c --method gradient --supervision self",
+            "compress kvcat-base --text t.txt -o c --method gradient --supervision self",
             "gradient needs supervision",
         ),
         ("compress m --text empty.txt -o c", "empty.txt is empty"),
@@ -223,11 +224,17 @@ class Stopped(Exception):  # noqa: N818
             "kvcat: this machine has not enough memory for it: take a smaller model, "
             "text or batch\n",
         ),
+        (
+            RuntimeError("unable to mmap 4 bytes from file <m>: Cannot allocate memory (12)"),
+            2,
+            "kvcat: this machine has not enough memory for it: take a smaller model, "
+            "text or batch\n",
+        ),
         (PermissionError(13, "Denied", "out/x"), 2, "kvcat: cannot use out/x: Denied\n"),
         (KeyboardInterrupt(), 130, "kvcat: interrupted\n"),
         (Stopped("saved\nat step 3"), 143, "kvcat: saved at step 3\n"),
     ],
-    ids=["memory", "not allowed", "Ctrl-C", "signal"],
+    ids=["memory", "mapped memory", "not allowed", "Ctrl-C", "signal"],
 )
 def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_code(
     raised, code, message, capsys, monkeypatch

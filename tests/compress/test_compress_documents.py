@@ -155,6 +155,10 @@ def test_blanks_that_a_template_trims_are_trimmed_and_those_between_document_and
         ("{{ messages[0]['content'] + 1 }}", "fails: TypeError"),
         ("{{ messages[0].nothing.more }}", "rejects these messages"),
         ({"rag": PLAIN, "tool_use": PLAIN}, "fails: ValueError"),
+        (
+            "{% set x = 'x' * 99999 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
+            "writes more than 64 million characters",
+        ),
     ],
 )
 def test_a_template_that_does_not_write_a_text_once_as_it_is_is_rejected_in_one_line(

@@ -16,7 +16,7 @@ from kvcat.compress import (
     GradientCompression,
     Reconstruction,
     compare,
-    takes_seed,
+    seeded_compressors,
     trace,
 )
 from kvcat.compress.methods import gradient
@@ -148,7 +148,7 @@ def test_a_start_that_draws_uses_the_seed_unless_it_names_one(traced):
         method = GradientCompression(num_steps=0, init=init, seed=seed)
         assert distance(method(traced, num_slots=6), seeds[1]) == 0
         assert method.draws == (init == two_queries)
-    assert takes_seed("gradient", {"init": two_queries})
+    assert [seed for seed, _ in seeded_compressors("gradient", {"init": two_queries}, [3])] == [3]
 
 
 def test_a_frozen_first_slot_stays(traced):

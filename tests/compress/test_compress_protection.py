@@ -180,13 +180,13 @@ def test_values_solve_the_least_squares_of_what_the_protected_slots_leave(double
 
 def test_queries_count_by_the_share_of_attention_that_protected_slots_leave(double, windows):
     traced = trace(double, windows, 48)
-    plain = fitted_queries(Prefix.of(traced), 0.0, by_share=True)
-    protected = fitted_queries(Prefix.of(protecting(traced, RANGES)), 0.0, by_share=True)
+    (plain,) = fitted_queries(Prefix.of(traced), 0.0, by_share=True)
+    (protected,) = fitted_queries(Prefix.of(protecting(traced, RANGES)), 0.0, by_share=True)
     for layer, keys in enumerate(traced.keys):
         of_query_heads = keys[:, :, POSITIONS].repeat_interleave(2, dim=1)
         scores = traced.queries[layer] @ of_query_heads.mT * traced.scales[layer]
-        mass = plain.log_later_mass[layer].exp() + scores.exp().sum(-1)
-        torch.testing.assert_close(protected.log_later_mass[layer], mass.log())
+        mass = plain.log_elsewhere[layer].exp() + scores.exp().sum(-1)
+        torch.testing.assert_close(protected.log_elsewhere[layer], mass.log())
 
 
 def test_a_grown_cache_protects_the_same_tokens_again_and_new_ones(double, windows):

@@ -11,7 +11,7 @@ from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.prefix import Prefix, protecting
-from kvcat.compress.queries import fitted_queries, past_queries
+from kvcat.compress.queries import fitted_queries
 from kvcat.compress.rows import Rows
 from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
@@ -35,10 +35,10 @@ def prefix_queries(double_trace, **limit):
 
 def queries_of(fitted, layer):
     """All queries of a layer: (batch, heads, queries, head_dim)."""
-    examples, heads = fitted.supervising[layer].shape[:2]
+    examples, heads = fitted[0].log_elsewhere[layer].shape[:2]
     return torch.stack(
         [
-            fitted.states(layer, row, list(range(heads)), fitted.num_queries)
+            torch.cat([each.of_heads(layer, layer, row, range(heads)) for each in fitted], 1)
             for row in range(examples)
         ]
     )
@@ -46,7 +46,7 @@ def queries_of(fitted, layer):
 
 def weights_of(double_trace, fitted, layer):
     """What the errors of a layer's queries are multiplied by: (batch, heads, queries)."""
-    result = torch.zeros_like(fitted.log_later_mass[layer])
+    result = torch.cat([torch.zeros_like(each.log_elsewhere[layer]) for each in fitted], 2)
     for head in range(2):
         for example in range(len(result)):
             weights = dense_attention(
@@ -69,8 +69,8 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
         assert (weights_of(double_trace, plain, layer) == 1).all()
     learn, _ = split_supervision(double_trace, 0.5)
     rests = (
-        fitted_queries(Prefix.of(learn), 0.0, by_share=True).log_later_mass,
-        [masses[:, :, :8] for masses in fitted.log_later_mass],
+        fitted_queries(Prefix.of(learn), 0.0, by_share=True)[0].log_elsewhere,
+        [masses[:, :, :8] for masses in fitted[0].log_elsewhere],
     )
     torch.testing.assert_close(*rests, rtol=0, atol=1e-12)
 
@@ -125,7 +125,8 @@ def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_key
     every = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True)
     every_third = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True, fitted_per_token=0.6)
     assert torch.equal(queries_of(every_third, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
-    assert every_third.fit_boost.tolist() == [1.0] * 16 + [pytest.approx(3**0.5)] * 16
+    boosts = [(each.num_fitted, each.boost) for each in every_third]
+    assert boosts == [(16, 1.0), (16, pytest.approx(3**0.5))]
     whole, thinned = (
         dense_attention(Heads(Prefix.of(double_trace), fitted).load([(1, 0, 0)]))
         for fitted in (every, every_third)
@@ -162,7 +163,7 @@ def test_models_whose_positions_cannot_be_rotated_have_no_prefix_queries(windows
     fitted = fitted_queries(Prefix.of(trace(model, windows, 48)), 1.0, by_share=True)
     assert queries_of(fitted, 0).shape[2] == 16
     alone = fitted_queries(Prefix.of(trace(model, windows, supervision="self")), 1.0, by_share=True)
-    assert alone.causal
+    assert [each.is_causal for each in alone] == [True]
 
 
 def test_a_rotation_is_tested_once_per_model_and_shift_and_may_differ_by_slot(double):
@@ -183,7 +184,7 @@ def test_a_rotation_is_tested_once_per_model_and_shift_and_may_differ_by_slot(do
 
 def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(double_trace):
     fitted = fitted_queries(Prefix.of(double_trace), 0.0, by_share=True)
-    queries = 2 * len(fitted.factors)
+    queries = 2 * sum(map(len, fitted))
     prefix = 48
     dims = 2 * double_trace.keys[0].shape[3]
     for size in (1, 5, 40):
@@ -211,7 +212,7 @@ def test_kept_queries_are_those_of_evenly_spaced_tokens_with_the_mass_of_their_p
         scores = queries @ keys.mT * traced.scales[layer]
         for token in range(48):
             seen = scores[:, :, token, token // 16 * 16 : token + 1]
-            mass = every.log_later_mass[layer][:, :, token]
+            mass = every.log_elsewhere[layer][:, :, token]
             torch.testing.assert_close(mass, seen.logsumexp(-1))
     sample = keep_queries(traced, 12)
     assert len(sample.positions) == 12
@@ -229,12 +230,12 @@ def test_a_fit_behind_a_cache_weighs_kept_queries_by_the_tokens_that_they_repres
     new = grown_trace(double, windows, past, kept)
     fitted = fitted_queries(Prefix.of(new), 1.0, by_share=True)
     # 16 of the suffix, 8 kept for 32 tokens, 16 of the tokens after the cache
-    weights = fitted.factors.square()
-    assert fitted.num_fitted == fitted.num_queries == 40
+    weights = torch.cat([each.weights for each in fitted]).square()
+    assert [(each.num_fitted, len(each)) for each in fitted] == [(16, 16), (8, 8), (16, 16)]
     torch.testing.assert_close(weights[16:24], weights[24:25].expand(8) * 4)
     torch.testing.assert_close(weights[16:].sum(), weights[:16].sum())
     # rotated to where they would be if their part were repeated at their place
-    moved = fitted.states(1, 0, [2], 40)[0, 16:24]
+    moved = fitted[1].of_heads(1, 1, 0, [2])[0]
     back = KeyRotation(double, 1)(moved[None, None], 1, kept.starts - kept.place)[0, 0]
     torch.testing.assert_close(back, kept.states[1][0, 2].numbers())
 
@@ -307,7 +308,7 @@ def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, w
     kept = keep_queries(before, 8, places=32)
     # every slot is kept: the attention to the slots is that to the text
     new = grown_trace(double, windows, before.dense_cache(), kept)
-    moved_on = past_queries(placed_ahead(new, places=32))
+    moved_on = placed_ahead(new, places=32).past.queries
     assert (kept.place, moved_on.place) == (32, 64)
     for layer in range(2):
         log_mass, outputs = attention_from(
@@ -322,7 +323,7 @@ def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, w
         error = (moved_on.outputs[layer].numbers() - outputs).abs()
         assert error.max() < 0.01 * outputs.abs().max()
     without = replace(new, past=replace(new.past, queries=None))
-    assert past_queries(placed_ahead(without)) is None
+    assert placed_ahead(without).past.queries is None
 
 
 @pytest.mark.parametrize("places", [32, 512])
@@ -334,7 +335,7 @@ def test_kept_queries_attend_to_the_cache_alone_if_all_tokens_after_it_are_prote
     past = before.dense_cache()
     new = protecting(grown_trace(double, windows, past, kept), [(0, 2), (32, 48)])
     moved_on = placed_ahead(new, places=places)
-    place = past_queries(moved_on).place
+    place = moved_on.past.queries.place
     joined = keep_queries(moved_on, 48, places=places)
     is_kept = torch.isin(joined.positions, kept.positions)
     for layer in range(2):
@@ -353,7 +354,7 @@ def test_kept_queries_are_moved_on_over_a_cache_of_protected_slots_alone(double,
     kept = keep_queries(before, 8, places=32)
     past = AttentionMatching()(before, num_slots=2)
     new = protecting(grown_trace(double, windows, past, kept), [(0, 2)])
-    moved_on = past_queries(placed_ahead(new, places=32))
+    moved_on = placed_ahead(new, places=32).past.queries
     assert moved_on.place == 64
     for layer in range(2):
         torch.testing.assert_close(moved_on.log_mass[layer], kept.log_mass[layer])

@@ -17,7 +17,7 @@ from tiny import loud_model, refusal
 def in_double(batch):
     states = {
         name: getattr(batch, name).double()
-        for name in ("queries", "factors", "log_later_mass", "keys", "values")
+        for name in ("queries", "factors", "log_elsewhere", "keys", "values")
     }
     return replace(batch, **states)
 
@@ -27,7 +27,7 @@ def with_later_mass(batch, nats=3.0, seed=5):
     draw = torch.Generator().manual_seed(seed)
     later = nats + torch.randn(batch.factors.shape, generator=draw)
     factors = 0.5 + torch.rand(batch.factors.shape, generator=draw)
-    return replace(batch, log_later_mass=later.to(batch.keys), factors=factors.to(batch.keys))
+    return replace(batch, log_elsewhere=later.to(batch.keys), factors=factors.to(batch.keys))
 
 
 def matched(batch, num_slots):
@@ -41,7 +41,7 @@ def output_error(batch, slots):
     """Squared error of the attention outputs by the formula, each query times its weight."""
     dense = torch.softmax(batch.queries @ batch.keys.mT, -1) @ batch.values
     mass = (batch.queries @ batch.keys.mT).logsumexp(-1)
-    weights = batch.factors * torch.sigmoid(mass - batch.log_later_mass)
+    weights = batch.factors * torch.sigmoid(mass - batch.log_elsewhere)
     compact = torch.softmax(batch.queries @ slots.keys.mT + slots.log_bias.unsqueeze(1), -1)
     return ((compact @ slots.values - dense) * weights.unsqueeze(-1)).square().sum((1, 2))
 
@@ -60,7 +60,7 @@ def plain_objective(heads, start, point_slots, divisor_pull):
     """The objective's formula with values by torch's least squares, from keys and log-bias."""
     scores = heads.queries @ heads.keys.mT
     dense = torch.softmax(scores, -1) @ heads.values
-    share = torch.sigmoid(scores.logsumexp(-1) - heads.log_later_mass)
+    share = torch.sigmoid(scores.logsumexp(-1) - heads.log_elsewhere)
     weights = heads.factors * share
     norm = (dense * weights.unsqueeze(-1)).square().sum((1, 2))
 
@@ -76,7 +76,7 @@ def plain_objective(heads, start, point_slots, divisor_pull):
     values = torch.linalg.lstsq(design, target).solution
     value = (design @ values - target).square().sum((1, 2))
     slot_scores = heads.queries @ point_slots.keys.mT + point_slots.log_bias.unsqueeze(1)
-    new_share = torch.sigmoid(slot_scores.logsumexp(-1) - heads.log_later_mass)
+    new_share = torch.sigmoid(slot_scores.logsumexp(-1) - heads.log_elsewhere)
     mean_square = norm / weights.square().sum(1)
     share_errors = heads.factors * (new_share - share)
     value = value + mean_square * share_errors.square().sum(1)

@@ -64,7 +64,7 @@ def same_state(first, second):
 def same_queries(kept, other):
     assert torch.equal(kept.positions, other.positions)
     assert kept.place == other.place
-    for name in ("log_mass", "log_later_mass"):
+    for name in ("log_mass", "log_elsewhere"):
         masses = zip(getattr(kept, name), getattr(other, name), strict=True)
         assert all(torch.equal(*both) for both in masses)
     for name in ("states", "outputs"):

@@ -3,12 +3,14 @@
 import hashlib
 import os
 import random
+import re
 import resource
 import shutil
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +22,7 @@ from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
 from kvcat.compress.calibration import calibrate_on, load_budgets
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
-from kvcat.corpus.manifest import cache_file
+from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import check_store, open_writer
 from tiny import refusal, write_tiny_model
@@ -411,17 +413,35 @@ def test_a_damaged_manifest_log_or_cache_is_named(corpus, compress, tmp_path):
     assert "manifest.parquet is damaged" in refusal(Store, store)
 
 
+@pytest.mark.parametrize(
+    ("change", "times"),
+    [
+        ({}, 80_000),  # equal rows: their objects in memory
+        ({"error": "e" * 20_000}, 4000),  # equal texts: in the file once
+    ],
+    ids=["equal rows", "equal texts"],
+)
+def test_a_manifest_of_kilobytes_whose_rows_need_very_much_memory_is_rejected(
+    tmp_path, change, times
+):
+    row = Row.failed("a", "c" * 64, "no", {"method": "m", "model": "m", "fingerprint": "f"})
+    write_manifest(LocalStorage(tmp_path), [replace(row, **change)] * times)
+    assert (tmp_path / "manifest.parquet").stat().st_size < 1 << 23
+    message = refusal(manifest_rows, LocalStorage(tmp_path))
+    assert re.search(r"manifest.parquet is damaged: .* rows need more than \d+ MiB", message)
+
+
 def test_documents_of_equal_length_share_a_batch(compress, tmp_path, monkeypatch):
     texts = ["the cat sees it", "the dog sees it", "a stone and the river", "the dog sees it"]
     rows = [{"id": str(number), "text": text} for number, text in enumerate(texts)]
     batches = []
-    trace = compressor_module.sequence_trace
+    trace = compressor_module.read_document
 
-    def count(model, sequence, **options):
+    def count(model, sequence, *options):
         batches.append(len(sequence.input_ids))
-        return trace(model, sequence, **options)
+        return trace(model, sequence, *options)
 
-    monkeypatch.setattr(compressor_module, "sequence_trace", count)
+    monkeypatch.setattr(compressor_module, "read_document", count)
     compress(write_rows(tmp_path / "corpus.jsonl", rows), tmp_path / "store")
     assert sorted(batches) == [1, 3]
 
@@ -442,7 +462,7 @@ def test_a_cache_in_the_store_outlives_a_device_without_memory_for_its_batch(
         raise torch.OutOfMemoryError
 
     for no_memory in (no_memory_on_a_processor, no_memory_on_a_gpu):
-        monkeypatch.setattr(compressor_module, "sequence_trace", no_memory)
+        monkeypatch.setattr(compressor_module, "read_document", no_memory)
         result = compress(corpus, store)
         assert (result.num_kept, [row.id for row in result.failures]) == (1, ["lost"])
         assert "not enough memory" in result.failures[0].error

@@ -9,7 +9,7 @@ import torch
 
 import kvcat
 from kvcat.data import Document, Encoder, open_tokens, pack, prepare
-from kvcat.evals import longbench, needle, ruler, suffix
+from kvcat.evals.evaluations import longbench, needle, ruler, suffix
 from tiny import loud_model, refusal, write_texts
 from tokenizers_zoo import byte_level, metaspace
 
@@ -177,7 +177,7 @@ def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
 
 def test_choices_are_scored_without_the_eos_that_the_tokenizer_puts_behind_texts():
     pytest.importorskip("lm_eval")
-    from kvcat.evals.qa import QAExample, log_likelihoods
+    from kvcat.evals.evaluations.qa import QAExample, log_likelihoods
 
     example = QAExample("d", "n", "piqa", ("the cat", "the cat"), ("sees a dog", "it"), 0)
     scores = []

@@ -14,7 +14,8 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 import kvcat
 from kvcat.data.rows import read_rows
 from kvcat.errors import InputError
-from kvcat.evals.answers import Question, QuestionTask, answer_ids, greedy_answers
+from kvcat.evals.answers import greedy_answers
+from kvcat.evals.questions import Question, QuestionTask, answer_ids
 from kvcat.evals.task import vocabulary
 from tiny import refusal
 

@@ -8,7 +8,13 @@ from small_evaluations import tiny, with_opening
 
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
 from kvcat.errors import InputError
-from kvcat.evals.longbench import LongBenchTask, choice_values, cut_middle, make_prompt, make_task
+from kvcat.evals.evaluations.longbench import (
+    LongBenchTask,
+    choice_values,
+    cut_middle,
+    make_prompt,
+    make_task,
+)
 from kvcat.evals.task import Baseline
 from tiny import byte_tokenizer, refusal, sentences
 
@@ -153,7 +159,7 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
             {"max_tokens": 150},
             r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context",
         ),
-        ({"tokenizer": None}, "model 'tiny' has no tokenizer"),
+        ({"tokenizer": None}, "longbench needs the tokenizer of model 'tiny'"),
     ],
 )
 def test_a_mistake_is_reported_before_heavy_work(examples, model, options, said):
@@ -189,7 +195,7 @@ def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share
     ("rows", "domains", "said"),
     [
         ([row(0), {"_id": "x"}], None, "row 2 of .*a.jsonl has no text 'sub_domain'"),
-        ([row(0, answer="E")], None, "row 1 of .*a.jsonl: answer 'E' is none of A, B, C, D"),
+        ([row(0, answer="E")], None, "row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D"),
         ([row(0), row(1), row(0)], None, "row 3 of .*a.jsonl has the _id 'id0' of an earlier row"),
         ([row(2)], ["Legal"], "a.jsonl has no row of sub-domain Legal; it has Literary"),
     ],

@@ -9,8 +9,8 @@ from small_evaluations import with_opening
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
+from kvcat.evals.evaluations.needle import QUERY, NeedleTask, lines_with_decoys, make_task
 from kvcat.evals.haystacks import draws
-from kvcat.evals.needle import QUERY, NeedleTask, lines_with_decoys, make_task
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
 

@@ -5,7 +5,7 @@ from small_evaluations import noise, tiny
 
 from kvcat.errors import InputError
 from kvcat.evals import Method, Record, SuffixTask, evaluate, read_config
-from kvcat.evals.profile import SUPERVISION, profile_table, profile_text, slot_ratios
+from kvcat.evals.evaluations.profile import SUPERVISION, profile_table, profile_text, slot_ratios
 
 
 def caches(factor=1.0, model="m", document="d"):

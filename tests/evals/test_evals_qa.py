@@ -10,7 +10,7 @@ from small_evaluations import tiny
 from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.qa import (
+from kvcat.evals.evaluations.qa import (
     QAExample,
     QATask,
     cloze_values,
@@ -209,7 +209,7 @@ def test_the_harness_gives_the_values_of_plain_forwards_and_the_run_resumes(
     assert torch.is_grad_enabled()
     assert torch.equal(torch.get_rng_state(), state)
     assert fingerprint(pair[0]) == before
-    monkeypatch.setattr("kvcat.evals.qa.log_likelihoods", None)
+    monkeypatch.setattr("kvcat.evals.evaluations.qa.log_likelihoods", None)
     assert evaluate(task, models, [], [], tmp_path / "out", batch_size=3, progress=False) == records
 
 
@@ -244,7 +244,7 @@ def test_what_a_model_cannot_score_is_reported_before_work(pair, monkeypatch):
         QATask((long,)).check("m", *pair)
     with pytest.raises(InputError, match="qa is evaluated without compression"):
         evaluate(task, {"m": pair}, ["first"], [0.5], Path("none"))
-    monkeypatch.setattr("kvcat.evals.qa.find_spec", lambda _: None)
+    monkeypatch.setattr("kvcat.evals.evaluations.qa.find_spec", lambda _: None)
     with pytest.raises(InputError, match=r"pip install .*\[harness\]"):
         task.check("m", *pair)
 

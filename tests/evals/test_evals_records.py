@@ -88,6 +88,7 @@ def line(**changes):
     ],
 )
 def test_a_damaged_line_is_rejected_in_one_line(tmp_path, name, damage, said):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / f"{name}.jsonl").write_text(f"{damage}\n{line()}\n")
     assert said in refusal(read_records if name == "records" else read_costs, tmp_path)
 

@@ -6,7 +6,7 @@ from small_evaluations import with_opening
 
 import kvcat
 from kvcat.errors import InputError
-from kvcat.evals.ruler import RULER_TASKS, RulerTask, make_task
+from kvcat.evals.evaluations.ruler import RULER_TASKS, RulerTask, make_task
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
 

@@ -20,7 +20,7 @@ from kvcat.evals import (
     read_records,
     summarise,
 )
-from kvcat.evals.suffix import PreparedWindows
+from kvcat.evals.evaluations.suffix import PreparedWindows
 from tiny import refusal
 
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
@@ -145,7 +145,8 @@ def test_a_killed_run_continues_to_the_same_records(
     assert (
         again == content if not kept else len(again.splitlines()) == len(lines)
     )  # one seed writes the same bytes
-    monkeypatch.setattr("kvcat.evals.suffix.trace", None)  # a finished run is read, not repeated
+    # a finished run is read, not repeated
+    monkeypatch.setattr("kvcat.compress.trace", None)
     assert len(run(models, windows, tmp_path)) == len(records)
 
 

@@ -10,7 +10,7 @@ from kvcat.compress import AttentionMatching, Eviction, replay
 from kvcat.data import split_of
 from kvcat.errors import InputError
 from kvcat.evals import CORPORA, SuffixTask, Window, corpus_documents, windows_from_documents
-from kvcat.evals.suffix import make_task
+from kvcat.evals.evaluations.suffix import make_task
 from kvcat.models import load
 
 

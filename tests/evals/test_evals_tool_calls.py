@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvcat.evals.tool_calls import FUNCTIONS, ToolCallTask, make_task
+from kvcat.evals.evaluations.tools import FUNCTIONS, ToolCallTask, make_task
 from tiny import byte_tokenizer, refusal
 
 CALL = {"name": "set_timer", "arguments": {"person": "Anna", "minutes": 5}}

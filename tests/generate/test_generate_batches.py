@@ -7,9 +7,9 @@ import torch
 
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
-from kvcat.generate.answers import Sampling
 from kvcat.generate.batches import BATCH_ROWS, BatchQuestion, answer_batch, batch_size
 from kvcat.serving.engine import Engine, Question, RequestError, Ticket
+from kvcat.settings import Sampling
 from tiny import loud_model, sentences, write_tiny_model
 
 DOCUMENT = "".join(sentences(2, seed=5))

@@ -87,7 +87,7 @@ def test_what_is_no_model_folder_is_rejected_and_options_are_checked_first(tmp_p
         ("", "no config.json"),
         ("file", "is a file"),
         ("t5", "T5 .* encoder-decoder"),
-        ("m.gguf", "is no GGUF file"),
+        ("m.gguf", "is not a GGUF file"),
         ("cut.gguf", "cannot load"),
     ):
         assert re.search(message, refusal(load, tmp_path / name))

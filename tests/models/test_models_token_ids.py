@@ -38,7 +38,7 @@ def test_a_token_beyond_the_embedding_is_rejected_before_any_forward(model, no_f
     assert TOO_LARGE in refusal(kvcat.trace, model, ids, supervision="self")
     assert TOO_LARGE in refusal(token_nll, model, None, [[1, 67]], [[2]])
     assert TOO_LARGE in refusal(greedy_answers, model, None, [[1, 67]], 3)
-    assert "token -120 is no token: ids are from 0 to 66" in refusal(
+    assert "token -120 does not exist: ids are from 0 to 66" in refusal(
         kvcat.trace, model, ids - 120, 10
     )
 

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 
 from kvcat.evals import Record, ResultsFolder
-from kvcat.evals.qa import TASKS
+from kvcat.evals.evaluations.qa import TASKS
 
 COSTS = {"base": 0.0, "control": -0.12, "kvcat": -0.09, "rand": 0.0}
 EASE = {"base": 1.0, "control": 1.04, "kvcat": 0.72, "rand": 0.9}

@@ -11,7 +11,7 @@ from http_requests import KEY, NAME, get, listening, post
 import kvcat
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus.manifest import cache_file
-from kvcat.generate.answers import Sampling
+from kvcat.settings import Sampling
 from tiny import sentences, write_tiny_model
 
 pytest.importorskip("fastapi", reason="kvcat[serve] is not installed")

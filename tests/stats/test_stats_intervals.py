@@ -1,4 +1,5 @@
 import itertools
+import math
 
 import numpy as np
 import pandas as pd
@@ -31,18 +32,37 @@ def test_resamples_of_two_documents_are_the_three_possible_means_in_proportion_o
     np.testing.assert_allclose(counts / 40_000, [0.25, 0.5, 0.25], atol=0.01)
 
 
-def test_five_equal_documents_and_one_other_have_students_t_interval_and_no_endless_one():
-    """A third of the resamples lack the other document, and have no error to divide by.
+@pytest.mark.parametrize("noise", [0.0, 1e-9, 1e-5])
+def test_five_equal_documents_and_one_other_have_an_interval_up_to_the_other_one(noise):
+    """A third of the resamples lack the other document: their mean is a standard error away, and
+    their own standard error, which is 0 or nearly so, counts as a fifth of that of the data.
 
     In the others, k > 0 of 6 draws are the other document, and the pivot is (k - 1) sqrt(5) /
     sqrt(k (6 - k)): from 0 to 1.49 in 99 % of them, less than Student's 2.57.
     """
     for scale in (1.0, 1.0 / 128, -1e-4):
-        values = 0.5 + scale * np.array([0.0, 0.0, 0.0, 1.0, 0.0, 0.0])
+        values = 0.5 + scale * np.array([0.0, noise, -noise, 1.0, 0.0, 0.0])
         estimate = ClusterBootstrap(names(6)).mean(values)
         half = scipy.stats.t.ppf(0.975, 5) * abs(scale) / 6
-        assert estimate.low == pytest.approx(0.5 + scale / 6 - half, rel=1e-9)
-        assert estimate.high == pytest.approx(0.5 + scale / 6 + half, rel=1e-9)
+        near, far = 0.5 + scale / 6 - math.copysign(half, scale), 0.5 + scale
+        assert estimate.low == pytest.approx(min(near, far), abs=abs(scale) * (1e-7 + 9 * noise))
+        assert estimate.high == pytest.approx(max(near, far), abs=abs(scale) * (1e-7 + 9 * noise))
+
+
+def test_the_ratio_of_models_that_differ_on_few_documents_has_a_bounded_interval_that_covers():
+    generator = np.random.default_rng(0)
+    trials = 300
+    covered = 0
+    for _ in range(trials):
+        first = generator.lognormal(sigma=0.5, size=20)
+        differs = generator.random(20) < 0.2
+        factor = 1.0 + 1e-7 * generator.normal(size=20) + 0.1 * differs
+        bootstrap = ClusterBootstrap(names(20), num_resamples=999)
+        means = [bootstrap.of_means(np.asarray, values) for values in (first * factor, first)]
+        estimate = bootstrap.estimate(means[0] / means[1])
+        covered += not estimate.excludes(1.02)
+        assert 0.9 < estimate.low <= estimate.high < 1.2
+    assert covered / trials >= 0.93
 
 
 def test_the_interval_of_a_mean_is_the_bootstrap_t_of_plain_resamples():
@@ -105,7 +125,7 @@ def test_the_printed_coverage_of_log_normal_means_is_the_simulated_one(number, s
 
 def test_the_coverage_of_a_mean_reads_the_spread_of_documents_not_of_windows():
     spread_one = np.exp([1.0, -1.0] * 5)  # standard deviation of the logarithms: 1.054
-    assert coverage_of_mean(spread_one, names(10)) == 90
+    assert coverage_of_mean(spread_one, names(10)) == 91
     assert coverage_of_mean(np.ones(10), names(10)) == 95
     assert coverage_of_mean(spread_one, names(10, each=2)) == 92  # equal documents, five of them
 

@@ -46,11 +46,13 @@ def attend(
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if window is not None:
         reach = reachable(q.shape[2], k.shape[2], window=window, device=q.device)[None]
+    # the value, with the exact gradient for the hard mask; keep has none here
     out = _over_visible(q, k, v, keep, log_bias, reach, factor, sinks)
     if keep is None or not keep.requires_grad:
         return out
     if sinks is not None:
         q, k, v = _with_finite_sinks(q, k, v, sinks, factor)
+        # the sink is one more key in front, which every query sees
         keep = pad(keep, (1, 0), value=1.0)
         reach = None if reach is None else pad(reach, (1, 0), value=True)
     return KeepGradient.apply(out, keep, q, k, v, reach, factor)  # type: ignore[return-value]
@@ -86,6 +88,7 @@ def attend_twice(
         sinks: as in ``attend_reference``.
     """
     num_tokens = (q.shape[2] + prefix_len) // 2
+    # such a window hides nothing, and would only cost a tensor of queries x keys
     if window is not None and window >= num_tokens:
         window = None
     dense = attend(
@@ -103,6 +106,8 @@ def attend_twice(
         prefix_values = prefix_values.detach()
     masked = attend(
         q[:, :, num_tokens:],
+        # (batch, kv_heads, prefix + suffix, head_dim): causality counts from the end, so that each
+        # repeated query sees the prefix and the repeated tokens up to itself
         torch.cat([prefix_keys, k[:, :, num_tokens:]], dim=2),
         torch.cat([prefix_values, v[:, :, num_tokens:]], dim=2),
         pad(keep, (0, num_tokens - prefix_len), value=1.0),
@@ -130,7 +135,6 @@ def attend_ragged(
 
     Args:
         q, k, v: queries, keys and values of the tokens after the slots, after rotation.
-        slots: the slots of every head.
         rows: the example that each row of the batch continues.
         mask: which of the tokens after the slots a query sees; None: causal.
         scale: factor on q.k.
@@ -138,6 +142,7 @@ def attend_ragged(
     """
     group = q.shape[1] // k.shape[1]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)
+    # a loop in Python: one fused call for all heads would need slots padded to the fullest head
     for example in rows.unique().tolist():
         batch_rows = (rows == example).nonzero().flatten()
         reach = mask if mask is None or len(mask) == 1 else mask[batch_rows]
@@ -193,6 +198,7 @@ def _over_visible(
         seen = reach if is_kept is None else visible(is_kept, reach)
     alone: tuple[Tensor, Tensor] | None = None  # queries that see no slot, and what they get
     if seen is None and is_kept is not None:
+        # (batch, 1, queries, 1): no kept key up to the position of the query
         sees_none = is_kept.cumsum(-1)[:, None, -q.shape[2] :, None] == 0
         alone = (sees_none, _at_own_position(q, k, v, scale, sinks))
     if sinks is not None:
@@ -204,6 +210,7 @@ def _over_visible(
         return _within_reach(q, k, v, seen.unsqueeze(1), log_bias, scale)
     bias = None
     if is_kept is not None:
+        # a bias per key needs no tensor of queries x keys; a finite one, because -inf - -inf is NaN
         bias = torch.where(is_kept[:, None], q.new_zeros(k.shape[:3]), _lowest(k, scale))
     elif log_bias is not None:
         bias = _finite(log_bias, k, scale).expand(len(k), -1, -1)
@@ -225,6 +232,7 @@ def _at_own_position(
         return values
     keys = k[:, :, -q.shape[2] :].repeat_interleave(group, dim=1)
     scores = scale * (q * keys).sum(-1, keepdim=True)
+    # softmax over two logits, the key's and the sink's: e^s / (e^s + e^sink)
     return values * (scores - sinks.view(-1, 1, 1)).sigmoid().to(values.dtype)
 
 
@@ -253,6 +261,7 @@ def _within_reach(
 
 def _lowest(k: Tensor, scale: float) -> float:
     """The bias of a dropped slot, in nats."""
+    # as a channel of the keys the bias is divided by the scale: the quotient has to fit the type
     return max(_DROPPED, 0.5 * scale * torch.finfo(k.dtype).min)
 
 

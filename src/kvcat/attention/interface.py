@@ -74,6 +74,7 @@ class SlotGate:
                 queries = queries.detach()
                 keys = keys.detach()
                 sinks = None if sinks is None else sinks.detach()
+                # once: a layer that activation checkpointing runs again finds the same gate
                 self.keep = self.decide(queries, keys, scale, window, sinks)  # type: ignore[misc]
         return self.keep
 
@@ -177,6 +178,7 @@ def _dense_and_masked(
     stock: dict[str, Any],
 ) -> Float[Tensor, "rows queries heads value_dim"]:
     """Attention of the dense rows, and of the masked rows over the gate's slots."""
+    # rows [0, num_dense) of the batch are dense, the others masked
     keep = gate.keep_for(query, key, scale, window, sinks)
     num_dense = len(query) - len(keep)
     dense_mask = mask
@@ -214,6 +216,7 @@ def _behind_slots(
     sinks: Tensor | None,
 ) -> Float[Tensor, "rows heads queries value_dim"]:
     """Attention over slots, which every query sees, and over the tokens after them."""
+    # slots that are carried themselves (ragged, packed) are not among the keys
     num_slots = 0 if carried.log_bias is None else carried.log_bias.shape[-1]
     reach = _reach(mask)
     if reach is not None:
@@ -294,7 +297,7 @@ def enable(model: PreTrainedModel) -> None:
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Reject what is no model, and a wrapper such as a ``PeftModel``: its layers are not where a
+    """Reject what is not a model, and a wrapper such as a ``PeftModel``: its layers are not where a
     transformers model has them, and its weights have other names.
     """
     check_kind(nn.Module, "a transformers model", model=model)

@@ -58,6 +58,7 @@ def extend_keys(
     """
     exact = (log_bias / scale).unsqueeze(-1)
     high = exact.to(k.dtype)
+    # what rounding high lost; without a gradient, which high carries alone
     low = (exact - high.detach().to(exact.dtype)).detach().to(k.dtype)
     return torch.cat([k, high, pad(low, (0, EXTRA_CHANNELS - 2))], dim=-1)
 
@@ -149,6 +150,7 @@ def with_sinks(
     channels = pad(torch.stack([high, low], dim=-1), (0, EXTRA_CHANNELS - 2))  # (heads, extra)
     channels = channels[None, :, None].expand(*q.shape[:3], -1)
     sink_key = k.new_zeros(*k.shape[:2], 1, k.shape[3] + EXTRA_CHANNELS)
+    # the sink differs per query head, and heads of a group share keys: so the queries hold it
     sink_key[..., k.shape[3] : k.shape[3] + 2] = 1.0
     keys = torch.cat([sink_key, pad(k, (0, EXTRA_CHANNELS))], dim=2)
     return torch.cat([q, channels], dim=-1), keys, pad(v, (0, 0, 1, 0))
@@ -187,6 +189,7 @@ class _CpuKernel(torch.autograd.Function):
         out = outs[0]
         log_mass = log_masses[0]
         if len(outs) > 1:
+            # out = (e^l0 out0 + e^l1 out1) / (e^l0 + e^l1), with the larger exponent taken out
             log_mass = torch.logaddexp(*log_masses)
             before = outs[0] * (log_masses[0] - log_mass).exp().unsqueeze(-1)
             causal_out = outs[1] * (log_masses[1] - log_mass).exp().unsqueeze(-1)
@@ -237,6 +240,7 @@ class _CpuKernel(torch.autograd.Function):
         grad_q = grads_q[0] if len(grads_q) == 1 else grads_q[0] + grads_q[1]
         grad_k = grads_k[0] if len(grads_k) == 1 else torch.cat(grads_k, dim=2)
         grad_v = grads_v[0] if len(grads_v) == 1 else torch.cat(grads_v, dim=2)
+        # the first extra channel of a key is log_bias / scale, so that its gradient is scaled alike
         grad_bias = grad_k[..., head_dim] / ctx.scale if bias_learns else None
         grads = [grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :value_dim], grad_bias]
         no_gradient = [None, None]  # causal, scale

@@ -9,7 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from kvcat.attention.chunks import score_chunks
 from kvcat.attention.kernels import attend_biased, attend_extended
-from kvcat.chunks import rows_per_chunk
+from kvcat.memory import rows_per_chunk
 from kvcat.types import Bool, Float, Tensor, at_least_float32
 
 _LEAST_QUERIES = 16
@@ -94,6 +94,7 @@ def keep_gradient(
     rows_at_once = rows_per_chunk(
         row_elements, q.device, cpu_elements=cpu_elements, least=_LEAST_QUERIES
     )
+    # causal: chunks of early queries skip the keys after them
     last_seen = torch.arange(num_keys - num_queries, num_keys)
     if reach is not None:
         last_seen = torch.full([num_queries], num_keys - 1)
@@ -151,6 +152,8 @@ def _chunk_gradient(
     weights = weights.flatten(2, 3)
     products = at_least_float32(grad_out.flatten(2, 3) @ v.mT)
     products.mul_(weights)
+    # subtracting c_i makes the gradient that of a normalised attention: a value that equals the
+    # output changes nothing
     centre = products.sum(-1, keepdim=True).mT  # (batch, kv_heads, 1, group * queries)
     gradient = torch.ones_like(centre) @ products - centre @ weights
     return gradient.sum((1, 2))

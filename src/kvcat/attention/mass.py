@@ -3,7 +3,7 @@
 import torch
 
 from kvcat.attention.chunks import exp_below, score_chunks
-from kvcat.chunks import rows_per_chunk
+from kvcat.memory import rows_per_chunk
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LOG_ROWS = 64  # products of few rows skip more of the later keys
@@ -39,6 +39,7 @@ def attention_mass(
     row_elements = batch * heads * num_keys
     rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=cpu_elements)
     last_seen = torch.arange(num_keys - num_queries, num_keys)
+    # autocast would round the products to 16 bits again
     with torch.autocast(keys.device.type, enabled=False):
         for _, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once, window=window):
             weights = scores.softmax(-1)
@@ -75,6 +76,7 @@ def log_mass(
     rows_at_once = rows_per_chunk(row_elements, keys.device, cpu_elements=cpu_elements)
     rows_at_once = min(_LOG_ROWS, rows_at_once)
     for rows, scores in score_chunks(grouped, keys, scale, last_seen, rows_at_once):
+        # log-sum-exp by hand: exp_below overwrites the scores, and logsumexp would copy them
         largest = scores.amax(-1, keepdim=True)
         sums = exp_below(largest, scores).sum(-1)
         masses[..., rows] = sums.log_() + largest.squeeze(-1)

@@ -1,4 +1,4 @@
-"""Numbers in few bits: codes, and the scales and offsets that turn them into numbers.
+"""Quantised numbers: codes, and the scales and offsets that turn them into numbers.
 
 A number x becomes the code round((x - offset) / scale) in 0 .. 2^bits - 1, and the code represents
 offset + scale * code. Keys share scale and offset per channel, over groups of slots of one head;
@@ -56,7 +56,9 @@ class Grid(NamedTuple):
         Raises:
             InputError: numbers beyond half precision.
         """
+        # (..., 1 along dim, ...)
         low, high = states.aminmax(dim=dim, keepdim=True)
+        # both are stored in 16 bits: the rounded ones have to reach both ends
         offsets = -_half_at_least(-low)
         scales = _half_at_least((high - offsets.to(high)) / (2**bits - 1))
         if not (offsets.isfinite().all() and scales.isfinite().all()):
@@ -70,6 +72,7 @@ class Grid(NamedTuple):
     def codes(self, states: Float[Tensor, "..."], bits: int) -> UInt8[Tensor, "..."]:
         """The nearest code of every number, as uint8."""
         scales = self.scales.to(states)
+        # a scale of 0: all numbers are equal, and code 0 is the offset itself
         steps = (states - self.offsets.to(states)) / torch.where(scales > 0, scales, 1.0)
         return steps.round_().clamp_(0, 2**bits - 1).to(torch.uint8)
 
@@ -107,7 +110,7 @@ def value_group(value_dim: int) -> int:
 
 
 class PackedHead(NamedTuple):
-    """The slots of one head in few bits, not yet packed.
+    """The quantised slots of one head, not yet packed.
 
     Args:
         first_key, first_value: of the first slot.
@@ -194,7 +197,7 @@ def most_bytes_per_slot(dims: tuple[int, int], bits: int) -> tuple[float, float]
 
 
 def _half_at_least(states: Tensor) -> Tensor:
-    """The smallest numbers of half precision that are no smaller than these."""
+    """The smallest numbers of half precision that are at least these."""
     half = states.to(HALF)
     is_smaller = half.to(states.dtype) < states
     return torch.where(is_smaller, torch.nextafter(half, half.new_tensor(torch.inf)), half)

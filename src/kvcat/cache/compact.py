@@ -51,7 +51,7 @@ class CompactCache:
         fingerprint: identifies the weights of the model it belongs to.
         record: how it was made, and of which tokens.
         states: of the layers that are not compacted, by number of the layer: recurrent states, and
-            sliding windows shorter than the text. They are kept whole.
+            sliding windows shorter than the text. They are not compressed.
     """
 
     layers: Sequence[Layer | QuantizedLayer]
@@ -105,8 +105,8 @@ class CompactCache:
 
     @property
     def nbytes(self) -> int:
-        """Memory in bytes: keys, values and log-bias, or all tensors of a cache in few bits, and
-        the states that are kept whole.
+        """Memory in bytes: keys, values and log-bias, or all tensors of a quantised cache, and
+        the states that are not compressed.
         """
         of_slots = sum(layer.nbytes for layer in self.layers)
         return of_slots + sum(state.nbytes for state in self.states.values())
@@ -118,7 +118,7 @@ class CompactCache:
 
     @property
     def bits(self) -> int | None:
-        """Bits of keys and values in packed codes; None for a cache in ordinary numbers."""
+        """Bits of keys and values in packed codes; None for an unquantised cache."""
         first = self.layers[0]
         return first.bits if isinstance(first, QuantizedLayer) else None
 
@@ -129,7 +129,7 @@ class CompactCache:
         return first.dtype if isinstance(first, QuantizedLayer) else first.keys.dtype
 
     def quantize(self, bits: int | str) -> "CompactCache":
-        """The cache in few bits: packed codes, with scales in half precision.
+        """The quantised cache: packed codes, with scales in half precision.
 
         Every number is rounded to the nearest code; the first slot of each head and the log-bias
         are rounded to half precision. Positions are not kept. ``AttentionMatching`` loses less when
@@ -139,7 +139,7 @@ class CompactCache:
             bits: 8 or 4.
 
         Raises:
-            InputError: other bits, a cache that is in few bits already, heads whose codes do not
+            InputError: other bits, a cache that is quantised already, heads whose codes do not
                 fill whole bytes, or numbers beyond half precision.
         """
         wanted = parse_bits(bits)
@@ -153,13 +153,13 @@ class CompactCache:
         return replace(self, layers=layers, record=replace(self.record, first_slots=slots))
 
     def unpacked(self) -> "CompactCache":
-        """The cache in ordinary keys and values; itself if it is not in few bits."""
+        """The unquantised cache; itself if it is not quantised."""
         if self.bits is None:
             return self
         return replace(self, layers=self.ordinary_layers())
 
     def ordinary_layers(self) -> list[Layer]:
-        """The layers in ordinary keys and values."""
+        """The unquantised layers."""
         return [
             layer.unpacked() if isinstance(layer, QuantizedLayer) else layer
             for layer in self.layers
@@ -223,7 +223,6 @@ class CompactCache:
         """The cache that ``save`` wrote.
 
         Args:
-            path: the file.
             model: the model that the cache must belong to. The cache moves to its device. None: no
                 check.
 
@@ -295,7 +294,7 @@ class CompactCache:
                 compiled model needs it; None: the cache grows with each token.
             any_length: where transformers would use other rotary factors for a text of this length
                 (LongRoPE), use the factors of the cache instead of raising an error.
-            packed: a cache in few bits stays packed in memory, and every attention unpacks one
+            packed: a quantised cache stays packed in memory, and every attention unpacks one
                 head at a time; else it is unpacked once, here.
 
         Raises:
@@ -420,7 +419,7 @@ class CompactCache:
 
         Raises:
             InputError: ``static_tokens`` below 1, for a read-only cache, or for a model whose
-                rotary factors depend on the length; ``packed`` for a cache in ordinary numbers, or
+                rotary factors depend on the length; ``packed`` for an unquantised cache, or
                 together with ``static_tokens``.
         """
         if packed and (self.bits is None or static_tokens is not None):
@@ -444,7 +443,12 @@ class CompactCache:
         for number, window in enumerate(windows):
             if number in self.states:
                 state = self.states[number]
-                layers.append(_state_layer(state, self.num_tokens, window, read_only=read_only))
+                if window is None:
+                    layers.append(RecurrentState(state, read_only=read_only))
+                else:
+                    layers.append(
+                        WindowState(state, self.num_tokens, window=window, read_only=read_only)
+                    )
             elif static_tokens is None:
                 prefix_layer = PrefixLayer(
                     next(prefix), self.num_tokens, window=window, read_only=read_only
@@ -501,12 +505,3 @@ class CompactCache:
                 layer = replace(layer, log_bias=zeros)
             layers.append(layer)
         return layers
-
-
-def _state_layer(
-    state: LayerState, num_tokens: int, window: int | None, *, read_only: bool
-) -> WindowState | RecurrentState:
-    """A state that is kept whole as a layer of a transformers cache."""
-    if window is not None:
-        return WindowState(state, num_tokens, window=window, read_only=read_only)
-    return RecurrentState(state, read_only=read_only)

@@ -229,7 +229,7 @@ def _checked_states(
 def _quantized_layers(
     entries: dict[str, str], layers: list[dict[str, Any]], name: str
 ) -> list[QuantizedLayer]:
-    """The layers of a file in few bits, from the tensors of each."""
+    """The quantised layers of a file, from the tensors of each."""
     bits = int(entries["bits"])
     key_group = int(entries["key_group"])
     dtype = getattr(torch, entries["dtype"])

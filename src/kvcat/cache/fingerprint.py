@@ -79,7 +79,10 @@ def fingerprint(model: nn.Module) -> str:
         stored: dict[str, Tensor] = {}
         computed: dict[str, Tensor] = {}
         for name, tensor in _tensors_with_data(model).items():
-            if not _is_made_by_class(model, name):
+            path, _, last = name.rpartition(".")
+            # a buffer that no file holds: its class computes it
+            is_computed = last in model.get_submodule(path)._non_persistent_buffers_set
+            if not is_computed:
                 stored[name] = tensor
             elif _counts(model, name):
                 computed[name] = tensor
@@ -232,12 +235,6 @@ def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
     return repr(float(value)) if isinstance(value, int | float) else str(value)
 
 
-def _is_made_by_class(model: nn.Module, name: str) -> bool:
-    """Whether a tensor is a buffer that no file holds: its class computes it."""
-    path, _, last = name.rpartition(".")
-    return last in model.get_submodule(path)._non_persistent_buffers_set
-
-
 def _counts(model: nn.Module, name: str) -> bool:
     """Whether a computed buffer counts: rotary buffers are compared elsewhere, and positions are
     not compared.
@@ -266,7 +263,12 @@ def _rotary_changes(model: nn.Module) -> list[str]:
                 continue
             usual = getattr(fresh, name, None)
             values = buffer.detach().float().cpu()
-            if usual is None or not _are_close(values, usual.float().cpu()):
+            # computed again, on another device or by another version, they may differ in rounding
+            if (
+                usual is None
+                or values.shape != usual.shape
+                or not torch.allclose(values, usual.cpu().to(values), rtol=1e-4, atol=0)
+            ):
                 lines.append(f"{path}.{name} {values.flatten().tolist()}\n")
         for name, value in vars(module).items():
             if name.endswith("attention_scaling") and value != getattr(fresh, name, None):
@@ -292,9 +294,3 @@ def _fresh(module: Any) -> nn.Module | None:
         return type(module)(config)
     except (AttributeError, KeyError, TypeError, ValueError):
         return None
-
-
-def _are_close(values: Tensor, usual: Tensor) -> bool:
-    return values.shape == usual.shape and torch.allclose(
-        values, usual.to(values), rtol=1e-4, atol=0
-    )

@@ -1,7 +1,7 @@
 """What a compact cache records about the tokens of its document.
 
 ``compose`` encodes the first tokens again behind another document. It needs their ids, and which
-slots represent them. Layers in ordinary numbers know the positions of their slots. Layers in few
+slots represent them. Unquantised layers know the positions of their slots. Layers in few
 bits do not, so that their caches record which of the first tokens have a slot. A hash of all tokens
 shows whether other tokens are those of the same document.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from kvcat.cache.heads import HeadGrid
-from kvcat.choices import NUM_FIRST
+from kvcat.options import NUM_FIRST
 from kvcat.types import Int, Tensor
 
 FirstIds = tuple[tuple[int, ...], ...]
@@ -45,7 +45,7 @@ def first_slots(layers: Sequence[HeadGrid]) -> FirstSlots:
         heads = [head for layer in layers for head in layer[example]]
         numbers = []
         for head in heads:
-            if head.positions is None or not _ascends(head.positions):
+            if head.positions is None or not (head.positions.diff() >= 0).all():
                 return ()
             first = set(head.positions[head.positions < NUM_FIRST].tolist())
             numbers.append(sum(1 << position for position in first))
@@ -67,8 +67,3 @@ def count_before(
     numbers = [[(number & mask).bit_count() for number in row] for row in slots]
     heads_of_layers = [layer_counts.shape[1] for layer_counts in counts]
     return list(torch.tensor(numbers).split(heads_of_layers, dim=1))
-
-
-def _ascends(positions: Int[Tensor, " slots"]) -> bool:
-    """Whether slots are in the order of their positions."""
-    return bool((positions[1:] >= positions[:-1]).all())

@@ -64,8 +64,8 @@ class PrefixCache(Cache):
         self.use: _Use | None = None
 
     def __bool__(self) -> bool:
-        """False, because Phi-3's ``generate`` drops a cache that is true once a question is longer
-        than the border of the rotary factors.
+        """Returns False, because Phi-3's ``generate`` drops a cache that is true once a question is
+        longer than the border of the rotary factors.
         """
         return False
 
@@ -113,6 +113,7 @@ def guard(model: PreTrainedModel, past: PrefixCache) -> None:
         if module in _GUARDED:
             _GUARDED[module].num_caches += 1
             past.use = _Use()
+            # weak references: neither the cache nor the model lives longer because of its hooks
             finalize(past.use, _release, ref(module))
 
 
@@ -124,7 +125,7 @@ class _Use:
         return self
 
     def __reduce__(self) -> str:
-        """Nothing: in another process the model would have no hooks.
+        """Rejects pickling: in another process the model would have no hooks.
 
         Raises:
             InputError: always.
@@ -174,6 +175,7 @@ def _before(
                 "rotary factors that depend on the length cannot be held in a compiled model"
             )
         return None
+    # left in _after, which also runs if the forward fails (always_call)
     with ExitStack() as stack:
         stack.enter_context(exclusive(module))
         arguments = _prepare(module, past, args, kwargs, stack)
@@ -195,6 +197,8 @@ def _prepare(
     ids = args[0] if args else kwargs.get("input_ids")
     new_inputs = ids if ids is not None else kwargs["inputs_embeds"]
     num_new = new_inputs.shape[1]
+    # each of these four would give wrong logits without an error: a dropped cache, slots without
+    # their log-bias, tokens at wrong positions, tokens read twice
     _check_checkpointing(module)
     _check_attention(module, past)
     for layer in past.layers:
@@ -225,6 +229,7 @@ def _positions_behind_padding(
         return None
     if bool(mask.all()) or "position_ids" not in inspect.signature(module.forward).parameters:
         return None
+    # the position of a token is the number of tokens before it; padding has any position
     return (mask.long().cumsum(-1) - 1).clamp(min=0)[:, -num_new:]
 
 

@@ -15,7 +15,6 @@ class HeadSlots:
 
     Args:
         keys: after rotation.
-        values: their values.
         log_bias: nats added to the scaled score of each slot; None adds none.
         positions: token positions of the keys, if they are known.
         codes: of quantised slots, whose keys and values are the numbers that the codes represent;

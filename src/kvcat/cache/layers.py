@@ -10,7 +10,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from kvcat.attention import Carried, attach
 from kvcat.cache.quantized import QuantizedLayer
-from kvcat.cache.slots import Layer, RaggedLayer
+from kvcat.cache.slots import Layer, RaggedLayer, repeated
 from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor
 
@@ -26,7 +26,6 @@ class PrefixLayer(CacheLayerMixin):
     which are never padded or copied. In the second case the keys are those of the new tokens alone.
 
     Args:
-        slots: the prefix.
         num_tokens: prefix length.
         window: sliding window of this layer in tokens, None without one.
         read_only: updates store nothing.
@@ -78,7 +77,7 @@ class PrefixLayer(CacheLayerMixin):
         return self.log_bias is not None or self.ragged is not None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Nothing to do: the slots are there from the start."""
+        """Does nothing: the slots exist from the start."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *_args, **_kwargs
@@ -90,12 +89,13 @@ class PrefixLayer(CacheLayerMixin):
         """
         _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
         batch = len(key_states)
-        earlier_keys = _repeated(self.keys, batch).to(key_states.dtype)
-        earlier_values = _repeated(self.values, batch).to(value_states.dtype)
+        earlier_keys = repeated(self.keys, batch).to(key_states.dtype)
+        earlier_values = repeated(self.values, batch).to(value_states.dtype)
         keys = torch.cat([earlier_keys, key_states], dim=-2)
         values = torch.cat([earlier_values, value_states], dim=-2)
-        log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
-        rows = _repeated(self.rows, batch)
+        log_bias = None if self.log_bias is None else repeated(self.log_bias, batch)
+        rows = repeated(self.rows, batch)
+        # a read-only prefix is trained: its keys are parameters, and no step may add tokens to them
         if not self.read_only:
             self.keys = keys
             self.values = values
@@ -123,6 +123,8 @@ class PrefixLayer(CacheLayerMixin):
             raise InputError(
                 "the slots of a compact cache did not reach attention: this model is not supported"
             )
+        # attention takes what the last keys carried; if it did not, the model copied the keys, and
+        # answers would lack the slots without an error
         self._sent = carried
         return keys if carried is None else attach(keys, carried)
 
@@ -132,6 +134,8 @@ class PrefixLayer(CacheLayerMixin):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Number of keys, and the position of the first one in the mask."""
+        # transformers masks by position: the last slot is at num_tokens - 1, and so the first at
+        # num_tokens - max_slots, whatever tokens they represent
         return self.max_slots + self.num_new + query_length, self.num_tokens - self.max_slots
 
     def get_max_length(self) -> int:
@@ -162,6 +166,7 @@ class PrefixLayer(CacheLayerMixin):
                 f"the cache holds {length} tokens, the first {self.num_tokens} of them in a "
                 f"compact prefix: it cannot be cut to {length + change}"
             )
+        # slots come first among the keys, and are never cut
         stop = self.keys.shape[-2] + change
         self.keys = self.keys[..., :stop, :]
         self.values = self.values[..., :stop, :]
@@ -213,10 +218,10 @@ class StaticPrefixLayer(PrefixLayer):
         """Allocate the room, in the dtype and for the batch of the first tokens."""
         batch = len(key_states)
         room = (0, 0, 0, self.capacity)
-        self.keys = nn.functional.pad(_repeated(self.keys, batch).to(key_states), room)
-        self.values = nn.functional.pad(_repeated(self.values, batch).to(value_states), room)
-        self.log_bias = None if self.log_bias is None else _repeated(self.log_bias, batch)
-        self.rows = _repeated(self.rows, batch)
+        self.keys = nn.functional.pad(repeated(self.keys, batch).to(key_states), room)
+        self.values = nn.functional.pad(repeated(self.values, batch).to(value_states), room)
+        self.log_bias = None if self.log_bias is None else repeated(self.log_bias, batch)
+        self.rows = repeated(self.rows, batch)
         self.is_initialized = True
 
     def update(
@@ -285,7 +290,7 @@ def recurrent_layers(config: Any) -> list[int]:
 
 
 def state_layers(config: Any, num_tokens: int) -> list[int]:
-    """The layers whose state is kept whole behind a text of ``num_tokens`` tokens.
+    """The layers whose state after a text is not compressed, for a text of ``num_tokens`` tokens.
 
     These are the layers with a recurrent state or with a sliding window shorter than the text.
     """
@@ -329,10 +334,3 @@ def _check_window(window: int | None, total: int) -> None:
             f"{total} tokens exceed the sliding window of {window}: "
             "not supported with a compact cache"
         )
-
-
-def _repeated(states: Tensor, batch: int) -> Tensor:
-    """Every row as often as a batch needs it."""
-    if batch % len(states):
-        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
-    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

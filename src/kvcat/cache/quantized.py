@@ -1,4 +1,4 @@
-"""Slots in few bits: one layer's packed codes with their scales, offsets and log-bias.
+"""Quantised slots: one layer's packed codes with their scales, offsets and log-bias.
 
 How numbers become codes is in ``kvcat.cache.codes``.
 """
@@ -34,7 +34,7 @@ QUANTIZED_TENSORS = ("counts", "half_bias", *_FIRST, *_ROWS, *_GROUPS)
 
 @dataclass(frozen=True)
 class QuantizedLayer(Slots):
-    """One layer's slots in packed codes; ``unpacked`` gives ordinary keys and values.
+    """One layer's slots in packed codes; ``unpacked`` gives unquantised keys and values.
 
     The packed slots of one head, all but its first, follow those of the previous head, example by
     example. So do the groups of keys.
@@ -111,7 +111,7 @@ class QuantizedLayer(Slots):
 
     @property
     def positions(self) -> None:
-        """None: packed slots do not record their positions."""
+        """Packed slots do not record their positions."""
         return
 
     @property
@@ -169,6 +169,7 @@ class QuantizedLayer(Slots):
         group_of_slot = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
         key_grid = Grid(self.key_scales[groups], self.key_offsets[groups])
         grid_of_slot = Grid(*(tensor[group_of_slot] for tensor in key_grid))
+        # offset + scale * code in bfloat16 would round twice
         precise = torch.promote_types(self.dtype, torch.float32)
         keys = grid_of_slot.numbers(unpack(self.key_codes[packed], self.bits), precise)
 
@@ -178,13 +179,14 @@ class QuantizedLayer(Slots):
             self.value_scales[packed].unsqueeze(-1), self.value_offsets[packed].unsqueeze(-1)
         )
         values = value_grid.numbers(by_group, precise).flatten(-2)
+        # the first slot is exact: as the attention sink, its error would reach every query
         all_keys = torch.cat([self.first_keys[index : index + 1].to(precise), keys])
         all_values = torch.cat([self.first_values[index : index + 1].to(precise), values])
         bias = None if self.half_bias is None else self.half_bias[slots].to(precise)
         return HeadSlots(_within(all_keys, self.dtype), _within(all_values, self.dtype), bias)
 
     def unpacked(self) -> Layer:
-        """The layer in ordinary keys and values."""
+        """The unquantised layer."""
         return CompactLayer.of_heads(self.heads())
 
     def padded(self) -> CompactLayer:
@@ -212,7 +214,7 @@ class QuantizedLayer(Slots):
 
 
 def quantized_layer(layer: CompactLayer | RaggedLayer, bits: int) -> QuantizedLayer:
-    """A layer in few bits, every number rounded to the nearest code.
+    """The quantised layer, every number rounded to the nearest code.
 
     Raises:
         InputError: channels that do not fill whole bytes, or numbers beyond half precision.
@@ -228,7 +230,7 @@ def quantized_layer(layer: CompactLayer | RaggedLayer, bits: int) -> QuantizedLa
 def quantized_problem(
     tensors: dict[str, Tensor], bits: int, key_group: int, num_tokens: int
 ) -> str | None:
-    """What is wrong with the tensors of a layer in few bits; None if nothing is."""
+    """What is wrong with the tensors of a quantised layer; None if nothing is."""
     missing = set(QUANTIZED_TENSORS) - {"half_bias"} - set(tensors)
     if missing:
         return f"no {', '.join(sorted(missing))}"

@@ -11,9 +11,8 @@ from typing import Any, get_type_hints
 from kvcat.cache.first_tokens import FirstIds, FirstSlots, document_digests
 from kvcat.cache.ranges import Range, range_text
 from kvcat.cache.rope import Factors
-from kvcat.choices import NUM_FIRST
 from kvcat.errors import InputError
-from kvcat.options import typed_value
+from kvcat.options import NUM_FIRST, typed_value
 from kvcat.types import Int, Tensor
 
 
@@ -149,7 +148,6 @@ class CacheRecord:
         """The record of the prefix with tokens behind it, without what is true of it alone.
 
         Args:
-            num_tokens: of the prefix.
             later: the first ids of the tokens behind it.
         """
         ids = self.first_ids

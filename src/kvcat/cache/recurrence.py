@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.functional import conv1d, silu, softplus
-from transformers import Cache, PreTrainedModel
+from transformers import PreTrainedModel
 
 from kvcat.attention import exclusive
 from kvcat.cache.forward import CACHE_NAME
@@ -66,15 +66,12 @@ def _forward(
 ) -> Float[Tensor, "batch tokens hidden"]:
     """The mixer's forward; several tokens after a state continue it."""
     past = kwargs.get("cache_params", kwargs.get("cache"))
-    if past is None or args or hidden_states.shape[1] == 1 or not _has_state(past, mixer.layer_idx):
+    if past is None or args or hidden_states.shape[1] == 1:
+        return stock_forward(hidden_states, *args, **kwargs)
+    state: Any = past.layers[mixer.layer_idx]
+    if not state.has_previous_state[0] or state.recurrent_states[0] is None:
         return stock_forward(hidden_states, *args, **kwargs)
     return _continued(mixer, hidden_states, past, kwargs.get("attention_mask"))
-
-
-def _has_state(past: Cache, layer: int) -> bool:
-    """Whether tokens came before in a recurrent layer of a cache."""
-    state: Any = past.layers[layer]
-    return bool(state.has_previous_state[0]) and state.recurrent_states[0] is not None
 
 
 def _continued(
@@ -90,13 +87,12 @@ def _continued(
 
     Args:
         mixer: a ``JambaMambaMixer``.
-        hidden_states: its input.
-        past: the cache.
         mask: 1 for tokens, 0 for padding; None: no padding.
     """
     num_tokens = hidden_states.shape[1]
     is_token = None if mask is None else mask.unsqueeze(-1).to(hidden_states.dtype)
     if is_token is not None:
+        # padding must not enter the convolution, nor, below, the state
         hidden_states = hidden_states * is_token
     # both (batch, channels, tokens)
     inner, gate = mixer.in_proj(hidden_states).transpose(1, 2).chunk(2, dim=1)
@@ -110,6 +106,7 @@ def _continued(
         convolution.bias,
         groups=convolution.groups,
     )
+    # the outputs of the new tokens: the first ones belong to earlier tokens
     inputs = mixer.act(convolved[:, :, -num_tokens:]).to(inner.dtype).transpose(1, 2)
     if is_token is not None:
         inputs = inputs * is_token
@@ -125,6 +122,7 @@ def _continued(
     before = past.layers[mixer.layer_idx].recurrent_states[0]
     state = at_least_float32(before)
     outputs = []
+    # one token after another: the fused scan of transformers starts from a state of zeros
     for token in range(num_tokens):
         step = steps[:, token, :, None]  # (batch, channels, 1)
         added = step * wide_inputs[:, token, :, None] * to_state[:, token, None]

@@ -36,7 +36,12 @@ def rope_border(config: PreTrainedConfig) -> int | None:
     text = config.get_text_config(decoder=True)
     for parameters in _rope_parameters(text):
         kind = _kind(parameters)
-        if kind == "longrope" and not _are_sets_equal(parameters):
+        # equal for all lengths, as in a widened checkpoint (kvcat widen)
+        has_one_set = all(
+            parameters.get(f"short_{name}") == parameters.get(f"long_{name}")
+            for name in ("factor", "mscale")
+        )
+        if kind == "longrope" and not has_one_set:
             original = parameters.get("original_max_position_embeddings")
             borders.add(original or text.max_position_embeddings)
         elif "dynamic" in kind:
@@ -47,13 +52,6 @@ def rope_border(config: PreTrainedConfig) -> int | None:
             f"{config.model_type}: rotary factors that change at {lengths} tokens are not supported"
         )
     return next(iter(borders), None)
-
-
-def _are_sets_equal(parameters: dict[str, Any]) -> bool:
-    """Whether all lengths have the same factors, as in a widened checkpoint (kvcat widen)."""
-    has_one_factor = parameters.get("short_factor") == parameters.get("long_factor")
-    has_one_scale = parameters.get("short_mscale") == parameters.get("long_mscale")
-    return has_one_factor and has_one_scale
 
 
 def rope_factors(config: PreTrainedConfig, num_tokens: int) -> Factors | None:
@@ -161,6 +159,7 @@ def _hold(module: Any, layer_type: str | None, factors: Factors, border: int) ->
     buffer = getattr(module, name)
     kinds = module.rope_type
     setattr(module, name, buffer.clone())
+    # with this type the module's forward leaves its frequencies alone
     module.rope_type = "default" if layer_type is None else {**kinds, layer_type: "default"}
 
     def restore() -> None:
@@ -178,6 +177,7 @@ def _can_hold(module: nn.Module, layer_type: str | None, factors: Factors, borde
     """
     near = [0, 1, 2]
     far = [*near, border]
+    # transformers chooses the set by the largest position of a forward
     expected = _cosines(module, layer_type, far if factors == "long" else near)[:, :3]
     restore = _hold(module, layer_type, factors, border)
     alone = _cosines(module, layer_type, near)

@@ -34,7 +34,9 @@ def chosen_examples(rows: Rows, num_examples: int) -> list[int]:
     for row in chosen:
         is_number = isinstance(row, Integral) and not isinstance(row, bool)
         if not is_number or not -num_examples <= int(row) < num_examples:
-            raise InputError(f"{row} is none of the examples 0 to {num_examples - 1}")
+            raise InputError(
+                f"example {row} does not exist: the batch has examples 0 to {num_examples - 1}"
+            )
     if not chosen:
         raise InputError("no example is chosen")
     return chosen
@@ -127,7 +129,6 @@ class CompactLayer(Slots):
 
     Args:
         keys: keys after rotation at their original positions.
-        values: their values.
         log_bias: nats added to the scaled score of each slot; None adds none.
         positions: token positions of the slots' keys, if the method knows them.
     """
@@ -153,14 +154,14 @@ class CompactLayer(Slots):
         return self
 
     def exists(self) -> Bool[Tensor, "batch kv_heads slots"]:
-        """Which slots are no padding: a log-bias of -inf hides a slot from every query."""
+        """Which slots are not padding: a log-bias of -inf hides a slot from every query."""
         if self.log_bias is None:
             shape = self.keys.shape[:3]
             return torch.ones(1, dtype=torch.bool, device=self.keys.device).expand(shape)
         return self.log_bias > -torch.inf
 
     def present_counts(self) -> Int[Tensor, "batch kv_heads"]:
-        """The number of slots of every head that are no padding; on the CPU."""
+        """The number of slots of every head that are not padding; on the CPU."""
         return self.exists().sum(-1).cpu()
 
     def present_head(self, example: int, head: int) -> HeadSlots:
@@ -320,3 +321,10 @@ def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> La
     for name, tensor in flat.items():
         by_head[name] = tensor.reshape(*counts.shape, -1, *tensor.shape[1:])
     return CompactLayer(**by_head)
+
+
+def repeated(states: Tensor, batch: int) -> Tensor:
+    """Every row as often as a batch needs it."""
+    if batch % len(states):
+        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
+    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

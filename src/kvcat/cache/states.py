@@ -3,7 +3,7 @@ state.
 
 A layer with a sliding window reads only its last tokens, and a layer of linear attention, a state
 space or a short convolution has a state of fixed size. Such states do not grow with the text. They
-are kept whole behind a compact prefix.
+are not compressed.
 """
 
 # pyright: reportIncompatibleMethodOverride=false, reportIncompatibleVariableOverride=false
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
-from kvcat.cache.slots import Rows, in_dtype
+from kvcat.cache.slots import Rows, in_dtype, repeated
 from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
@@ -53,7 +53,7 @@ class LayerState:
 
     def select(self, rows: Rows) -> "LayerState":
         """The given examples."""
-        return self._mapped(lambda tensor: tensor[rows])
+        return LayerState({name: tensor[rows] for name, tensor in self.tensors.items()})
 
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
@@ -64,12 +64,10 @@ class LayerState:
         """
         tensors = {}
         for name, tensor in self.tensors.items():
+            # recurrent sums are float32 in some models of 16 bits: rounding them would add up
             wanted = None if name.startswith("recurrent") else dtype
             tensors[name] = in_dtype(name, tensor.to(device=device), wanted)
         return LayerState(tensors)
-
-    def _mapped(self, function: Callable[[Tensor], Tensor]) -> "LayerState":
-        return LayerState({name: function(tensor) for name, tensor in self.tensors.items()})
 
     @staticmethod
     def of(layer: Any) -> "LayerState":
@@ -94,7 +92,7 @@ class LayerState:
 
 
 class WindowState(DynamicSlidingWindowLayer):
-    """A sliding window behind a compact prefix, as one layer of a transformers cache.
+    """A sliding window after a compact prefix, as one layer of a transformers cache.
 
     Args:
         state: the last tokens of the prefix.
@@ -116,6 +114,7 @@ class WindowState(DynamicSlidingWindowLayer):
         self.values: Tensor = self.state.tensors["values"]
         self.dtype = self.keys.dtype
         self.device = self.keys.device
+        # positions continue after the whole prefix, of which the window holds the end alone
         self.cumulative_length = self.num_tokens
         self.is_initialized = True
 
@@ -123,8 +122,8 @@ class WindowState(DynamicSlidingWindowLayer):
         self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Keys and values of the window and of the new tokens."""
-        keys = _of_batch(self.keys, len(key_states)).to(key_states.dtype)
-        values = _of_batch(self.values, len(key_states)).to(value_states.dtype)
+        keys = repeated(self.keys, len(key_states)).to(key_states.dtype)
+        values = repeated(self.values, len(key_states)).to(value_states.dtype)
         if self.read_only:
             return torch.cat([keys, key_states], dim=-2), torch.cat([values, value_states], dim=-2)
         self.keys = keys
@@ -133,7 +132,7 @@ class WindowState(DynamicSlidingWindowLayer):
 
 
 class RecurrentState(LinearAttentionLayer):
-    """A recurrent state behind a compact prefix, as one layer of a transformers cache.
+    """A recurrent state after a compact prefix, as one layer of a transformers cache.
 
     Args:
         state: after the prefix.
@@ -150,6 +149,7 @@ class RecurrentState(LinearAttentionLayer):
         """Return to the state after the prefix."""
         for name, tensor in self.state.tensors.items():
             kind, number = name.partition(".")[0], _number(name)
+            # a clone, because models update these tensors in place
             getattr(self, f"{kind}_states")[number] = tensor.clone()
             getattr(self, f"is_{kind}_states_initialized")[number] = True
             self.has_previous_state[number] = True
@@ -163,7 +163,7 @@ class RecurrentState(LinearAttentionLayer):
         for states in (self.conv_states, self.recurrent_states):
             for number, tensor in states.items():
                 if tensor is not None:
-                    states[number] = _of_batch(tensor, batch)
+                    states[number] = repeated(tensor, batch)
 
     def update_conv_state(
         self, conv_states: Tensor, state_idx: int = 0, **options: Any
@@ -199,10 +199,3 @@ class RecurrentState(LinearAttentionLayer):
 
 def _number(name: str) -> int:
     return int(name.partition(".")[2] or 0)
-
-
-def _of_batch(states: Tensor, batch: int) -> Tensor:
-    """Every row as often as a batch needs it."""
-    if batch % len(states):
-        raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
-    return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

@@ -15,12 +15,13 @@ def check_token_ids(model: PreTrainedModel, input_ids: Int[Tensor, "batch tokens
     end in an IndexError, on a GPU in an assertion that leaves the device unusable.
     """
     check_batch_of_ids(input_ids)
-    rows = _num_embeddings(model)
-    if rows is None or input_ids.numel() == 0:
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if not isinstance(weight, torch.Tensor) or input_ids.numel() == 0:
         return
+    rows = weight.shape[0]
     lowest, highest = (int(bound) for bound in input_ids.aminmax())
     if lowest < 0:
-        raise InputError(f"token {lowest} is no token: ids are from 0 to {rows - 1}")
+        raise InputError(f"token {lowest} does not exist: ids are from 0 to {rows - 1}")
     if highest >= rows:
         raise InputError(
             f"token {highest} has no embedding: {type(model).__name__} has {rows} "
@@ -40,9 +41,3 @@ def check_batch_of_ids(input_ids: object) -> None:
             "input_ids must be whole numbers of shape (batch, tokens), not "
             f"{str(input_ids.dtype).removeprefix('torch.')} of shape {tuple(input_ids.shape)}"
         )
-
-
-def _num_embeddings(model: PreTrainedModel) -> int | None:
-    """Rows of the model's embedding; None where it has no matrix of embeddings."""
-    weight = getattr(model.get_input_embeddings(), "weight", None)
-    return weight.shape[0] if isinstance(weight, torch.Tensor) else None

@@ -201,6 +201,6 @@ def _overview(group: str = "") -> str:
 
 
 def _say(message: str, code: int) -> int:
-    """The exit code; the message is printed as one line on standard error."""
+    """Prints one line on standard error and returns the exit code."""
     print(f"kvcat: {' '.join(message.split())}", file=sys.stderr)
     return code

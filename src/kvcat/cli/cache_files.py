@@ -5,11 +5,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvcat.choices import NUM_FIRST, SEAM_TOKENS
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import check_new_folder
+from kvcat.options import SEAM_TOKENS
 
 if TYPE_CHECKING:
     from kvcat.cache import CompactCache
@@ -36,8 +37,6 @@ def check_caches(
         )
     for file in files:
         early.check_file(file, "cache file")
-    if not 0 <= seam_tokens <= NUM_FIRST:
-        raise InputError(f"--seam-tokens is {seam_tokens}; it must be in [0, {NUM_FIRST}]")
     if seam_tokens != SEAM_TOKENS and len(files) < 2:
         raise InputError("--seam-tokens is for several cache files: one has no seam")
     return files
@@ -113,7 +112,7 @@ def pack(
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
     files = check_caches(cache, seam_tokens=seam_tokens)
-    opt.check_output(output, overwrite=overwrite, sources=[*files, model])
+    check_output(output, overwrite=overwrite, sources=[*files, model])
     early.check_device(device)
     early.check_model(model)
 
@@ -165,7 +164,7 @@ def widen(
     if dtype is not None and is_gguf:
         raise InputError(f"--dtype is for a folder, and {output} is a .gguf file: give --gguf-type")
     if is_gguf:
-        opt.check_output(output, overwrite=overwrite, sources=[model])
+        check_output(output, overwrite=overwrite, sources=[model])
     else:
         check_new_folder(output)
     early.check_model(model)

@@ -2,21 +2,25 @@
 
 import hashlib
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tyro
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import read_text
 from kvcat.settings import DocumentSettings
 
 if TYPE_CHECKING:
-    from kvcat.compress import Compressor
+    import torch
+
+    from kvcat.compress import Compressor, Reconstruction, Trace
     from kvcat.compress.document_cache import Progress
 
 
@@ -56,7 +60,7 @@ def compress(
         if passage not in document:
             raise InputError(f"the text of {protect_text} is not in the document")
         settings = replace(settings, passages=(passage,))
-    opt.check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
+    check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
     early.check_method(settings.method)
     early.check_device(device)
     early.check_model(model)
@@ -68,20 +72,26 @@ def compress(
         compress_trace,
         document_compressor,
         encoded_document,
+        read_document,
     )
-    from kvcat.compress.documents import sequence_trace
     from kvcat.models import load_tokenizer, read_config
 
-    opt.check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
+    check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
     compressor = document_compressor(settings)
     tokenizer = load_tokenizer(model)
-    sequence, protected = encoded_document(tokenizer, read_config(model), document, settings)
+    config = read_config(model)
+    sequence, protected = encoded_document(tokenizer, config, document, settings, compressor)
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
-    trace = sequence_trace(loaded, sequence, supervision=settings.supervision, room=settings.room)
-    state = _state_file(output, (model, document, settings, dtype))
+    cost = _Cost(loaded.device)
+    trace = read_document(loaded, sequence, settings, compressor, cost.end_reading)
+    cost.end_trace(sequence)
+    # the same command continues from this file after a kill
+    command = hashlib.sha256(repr((model, document, settings, dtype)).encode()).hexdigest()
+    state = output.with_name(f".{output.name}.{command[:8]}.state")
     with ExitStack() as bars:
         progress = _progress(compressor, settings, state, bars)
         cache = compress_trace(protecting(trace, protected), compressor, settings, progress)
+    cost.print(trace)
     cache.save(output)
     state.unlink(missing_ok=True)
     mean_slots = cache.mean_slots
@@ -96,6 +106,45 @@ def compress(
     )
 
 
+class _Cost:
+    """Seconds and memory of a compression, and those of reading the document alone.
+
+    A document that is repeated in the same pass was read in its share of the pass's tokens.
+    """
+
+    def __init__(self, device: "torch.device") -> None:
+        from kvcat.memory import PeakMemory
+
+        self._peak = PeakMemory(device)
+        self._begun = time.perf_counter()
+        self._reading: float | None = None
+
+    def end_reading(self) -> None:
+        """Keep the seconds so far."""
+        self._reading = time.perf_counter() - self._begun
+
+    def end_trace(self, sequence: "Reconstruction") -> None:
+        """Keep the seconds of reading, unless they are known."""
+        if self._reading is None:
+            share = sequence.prefix_len / sequence.input_ids.shape[1]
+            self._reading = share * (time.perf_counter() - self._begun)
+
+    def print(self, trace: "Trace") -> None:
+        """One line of what the document cost, and what 10,000 tokens would."""
+        seconds = time.perf_counter() - self._begun
+        reading = self._reading or seconds
+        per_token = 10_000 / trace.prefix_len
+        line = (
+            f"{seconds:.1f} s, {seconds / reading:.1f} times reading alone ({reading:.1f} s)"
+            f"; {seconds * per_token:.0f} s for 10,000 tokens"
+        )
+        peak = self._peak.bytes()
+        if peak is not None:
+            whole = sum(states.nbytes for states in (*trace.keys, *trace.values))
+            line += f"; memory {peak / 1e6:.0f} MB, {peak / whole:.1f} times the whole cache's"
+        print(line, file=sys.stderr)
+
+
 def _read_text(path: Path) -> str:
     """The text in a file; ``InputError`` if it is blank."""
     document = read_text(path)
@@ -104,17 +153,10 @@ def _read_text(path: Path) -> str:
     return document
 
 
-def _state_file(output: Path, command: tuple[Any, ...]) -> Path:
-    """The file of saved progress, from which the same command continues after a kill."""
-    digest = hashlib.sha256(repr(command).encode()).hexdigest()
-    return output.with_name(f".{output.name}.{digest[:8]}.state")
-
-
 def _progress(
     compressor: "Compressor", settings: DocumentSettings, state: Path, bars: ExitStack
 ) -> "Progress":
     """A line for every size that is tried, or a bar of gradient steps, closed by ``bars``."""
-    from kvcat import GradientCompression
     from kvcat.compress.document_cache import Progress
     from kvcat.evals import progress_bar
 
@@ -122,11 +164,11 @@ def _progress(
         line = f"{num_slots} slots: KL {kl:z.5f} nats per token, held out"
         print(line, file=sys.stderr, flush=True)
 
-    if settings.max_kl is not None or not isinstance(compressor, GradientCompression):
+    if settings.max_kl is not None or not compressor.resumes:
         return Progress(on_try=show_size)
-    if not compressor.num_steps:
+    if not compressor.last_step:
         return Progress()
-    bar = bars.enter_context(progress_bar(compressor.num_steps, "step"))
+    bar = bars.enter_context(progress_bar(compressor.last_step, "step"))
 
     def show_step(_: int, kl: float) -> None:
         bar.set_postfix_str(f"KL {kl:z.5f}", refresh=False)

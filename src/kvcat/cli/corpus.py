@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import tyro
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.errors import InputError
 from kvcat.settings import CacheSettings
 
@@ -127,7 +127,7 @@ def _parse_shard(text: str) -> tuple[int, int]:
 
 
 def _show_left_out(files: Sequence[Path]) -> None:
-    """Name on standard error the kinds of files that are no documents."""
+    """Name on standard error the kinds of files that are not documents."""
     if files:
         kinds = sorted({file.suffix or file.name for file in files})
         dots = ", ..." if len(kinds) > _SHOWN_FAILURES else ""

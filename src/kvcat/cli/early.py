@@ -6,6 +6,7 @@ from pathlib import Path
 from kvcat.cli.names import method_names
 from kvcat.errors import InputError, unknown_name
 from kvcat.options import parse_spec
+from kvcat.settings import Sampling
 
 _DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "meta")
 
@@ -54,9 +55,7 @@ def check_file(file: Path, what: str) -> None:
         raise InputError(f"no {what} {file}")
 
 
-def check_sampling(temperature: float, top_p: float) -> None:
-    """Reject a temperature out of its range, and ``--top-p`` without a temperature."""
-    if temperature != 0 and not 1e-3 <= temperature <= 1e3:
-        raise InputError(f"--temperature is {temperature:g}; it must be 0, or lie in [0.001, 1000]")
-    if temperature == 0 and top_p != 1:
+def check_sampling(sampling: Sampling) -> None:
+    """Reject ``--top-p`` without a temperature, where a server ignores it."""
+    if sampling.temperature == 0 and sampling.top_p != 1:
         raise InputError("--top-p needs a --temperature above 0: without one, nothing is sampled")

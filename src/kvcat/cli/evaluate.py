@@ -2,11 +2,13 @@
 
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import labelled
 from kvcat.errors import InputError
 
 if TYPE_CHECKING:
@@ -26,10 +28,12 @@ def run_evaluation(options: "Evaluation") -> None:
     early.check_device(options.device)
     for spec in options.method_specs():
         early.check_method(spec)
-    labels = _find_models(options.models)
+    models = labelled(options.models)
+    for folder in models.values():
+        early.check_model(folder)
     process = int(os.environ.get("RANK", 0))
     num_processes = int(os.environ.get("WORLD_SIZE", 1))
-    folders = _run_shard(options, (process, num_processes))
+    folders = _run_shard(options, models, (process, num_processes))
     if num_processes > 1:
         names = " ".join(map(str, folders))
         done = f"shard {process} of {num_processes} is done"
@@ -40,7 +44,7 @@ def run_evaluation(options: "Evaluation") -> None:
 
     records: list[Record] = []
     for folder in folders:
-        records += [record for record in read_records(folder) if record.model in labels]
+        records += [record for record in read_records(folder) if record.model in models]
     table = options.result_table(records)
     if table is None:
         _print_report(folders, options.out / "report")
@@ -48,56 +52,32 @@ def run_evaluation(options: "Evaluation") -> None:
         _print_table(table, options.out)
 
 
-def _run_shard(options: "Evaluation", shard: "Shard") -> list[Path]:
+def _run_shard(
+    options: "Evaluation", model_folders: Mapping[str, str], shard: "Shard"
+) -> list[Path]:
     """Evaluate the models on every count-th batch; the results folders."""
-    from kvcat.evals import evaluate
-
-    tasks = _checked_tasks(options)
-    settings = options.settings()
-    folders = _find_models(options.models)
-    models = _load_models(folders, _process_device(options.device), options.dtype)
-    for task in tasks.values():  # checks all tasks before the first evaluation
-        for label, model in models.items():
-            task.check(label, *model)
-    for folder, task in tasks.items():
-        evaluate(task, models, out_dir=folder, shard=shard, **settings)
-    return list(tasks)
-
-
-def _checked_tasks(options: "Evaluation") -> "dict[Path, Task]":
-    """The tasks by folder; ``InputError`` if their settings cannot be evaluated."""
-    from kvcat.evals import configuration
+    import kvcat
+    from kvcat.evals import Plan
     from kvcat.models import load_tokenizer
 
     settings = options.settings()
-    settings.pop("speed", None)
-    tokenizer = load_tokenizer(next(iter(opt.labelled(options.models).values())))
-    tasks = _tasks(options, tokenizer)
-    for task in tasks.values():
-        configuration(task, **settings)
-    return tasks
-
-
-def _find_models(items: tuple[str, ...]) -> dict[str, str]:
-    """The folders or Hub names of models by label; ``InputError`` if one cannot be found."""
-    folders = opt.labelled(items)
-    for folder in folders.values():
-        early.check_model(folder)
-    return folders
-
-
-def _load_models(folders: dict[str, str], device: str, dtype: str) -> dict[str, Any]:
-    """The model and tokenizer of each label."""
-    import kvcat
-
-    return {
-        label: kvcat.load(folder, dtype=dtype, device=device) for label, folder in folders.items()
+    speed = settings.pop("speed", False)
+    tokenizer = load_tokenizer(next(iter(model_folders.values())))
+    plans = {
+        folder: Plan.of(task, **settings) for folder, task in _tasks(options, tokenizer).items()
     }
-
-
-def _process_device(device: str) -> str:
-    """The device; under torchrun, ``cuda`` is the GPU of this process."""
-    return f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if device == "cuda" else device
+    device = options.device
+    if device == "cuda":  # under torchrun, the GPU of this process
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    models = {
+        label: kvcat.load(folder, dtype=options.dtype, device=device)
+        for label, folder in model_folders.items()
+    }
+    for plan in plans.values():  # all of them before the first evaluation
+        plan.check(models)
+    for folder, plan in plans.items():
+        plan.run(models, folder, shard=shard, speed=speed)
+    return list(plans)
 
 
 def _tasks(options: "Evaluation", tokenizer: Any) -> dict[Path, "Task"]:

@@ -4,11 +4,12 @@ import dataclasses
 import json as json_module
 import sys
 
-from kvcat.choices import SEAM_TOKENS
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.errors import InputError
+from kvcat.options import SEAM_TOKENS
+from kvcat.settings import Sampling
 from kvcat.text.encoder import check_text
 
 _MOST_TOKENS = 64
@@ -60,7 +61,9 @@ def generate(
         raise InputError("no prompt: give --prompt TEXT, once or several times")
     for text in prompts:
         check_text(text, "--prompt")
-    early.check_sampling(temperature, top_p)
+    most_tokens = max_new_tokens or _MOST_TOKENS
+    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
+    early.check_sampling(sampling)
     files = check_caches(cache, seam_tokens=seam_tokens, store=store, id=id)
     if packed and len(files) > 1:
         raise InputError("--packed is for a single cache: composed caches are unpacked")
@@ -68,11 +71,9 @@ def generate(
     early.check_model(model)
 
     from kvcat.compress import question_ids
-    from kvcat.generate import Sampling, answer, answer_length, left_out
+    from kvcat.generate import answer, answer_length, left_out
     from kvcat.models import positions_of
 
-    most_tokens = max_new_tokens or _MOST_TOKENS
-    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, seam_tokens=seam_tokens, store=store, id=id
     )

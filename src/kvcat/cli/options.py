@@ -17,67 +17,6 @@ from tyro import _errors as events  # the hook for parse errors; tyro is pinned 
 from kvcat.cli.names import method_lines
 from kvcat.cli.threads import THREADS
 from kvcat.errors import InputError, did_you_mean
-from kvcat.option_types import (
-    Bos,
-    CacheBits,
-    Count,
-    Counts,
-    Device,
-    Dtype,
-    Files,
-    Fraction,
-    Fractions,
-    Megabytes,
-    Model,
-    Models,
-    Nats,
-    Output,
-    OutputAddress,
-    Overwrite,
-    Protect,
-    SeamTokens,
-    Seed,
-    Seeds,
-    Several,
-    Split,
-    Strings,
-    Supervision,
-    Unset,
-    flat,
-)
-
-__all__ = [
-    "Bos",
-    "CacheBits",
-    "Count",
-    "Counts",
-    "Device",
-    "Dtype",
-    "Files",
-    "Fraction",
-    "Fractions",
-    "Megabytes",
-    "Model",
-    "Models",
-    "Nats",
-    "Output",
-    "OutputAddress",
-    "Overwrite",
-    "Protect",
-    "SeamTokens",
-    "Seed",
-    "Seeds",
-    "Several",
-    "Split",
-    "Strings",
-    "Supervision",
-    "Unset",
-    "check_output",
-    "completion",
-    "flat",
-    "labelled",
-    "parse",
-]
 
 _MODEL_FILES = (
     "*config*.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
@@ -230,7 +169,6 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
 
     Args:
         file: file to write.
-        overwrite: the file may exist.
         sources: what the command reads; files among them, and the files of models in folders among
             them, must not be replaced.
     """
@@ -285,7 +223,7 @@ def _mistake(flags: Sequence[str], event: events.ParseErrorEvent) -> str:
 
 
 def _unknown(flags: Sequence[str], words: Sequence[str]) -> str:
-    """Words that are no arguments, with the options that were probably meant."""
+    """Words that are not arguments, with the options that were probably meant."""
     hints = [did_you_mean(_flag_of(word), flags) for word in words if word.startswith("-")]
     return f"{' '.join(words)}{''.join(dict.fromkeys(hints))}"
 

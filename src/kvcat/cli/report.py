@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Literal
 
-from kvcat.cli import options as opt
+from kvcat import option_types as opt
+from kvcat.cli.options import labelled
 
 
 def report(
@@ -34,5 +35,5 @@ def report(
     items = [*trained, *opt.flat(run)]
     runs: dict[str, Path] = {}
     if items:
-        runs = {label: Path(folder) for label, folder in opt.labelled(items).items()}
+        runs = {label: Path(folder) for label, folder in labelled(items).items()}
     print(write_report(evaluated, output, title=title, runs=runs, paper_model=paper_model))

@@ -8,14 +8,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
 from kvcat.cli.generate import print_piece
 from kvcat.errors import InputError
+from kvcat.settings import Sampling
 
 if TYPE_CHECKING:
-    from kvcat.generate.answers import Sampling
     from kvcat.serving.conversation import Conversation
 
 KEY_VARIABLE = "KVCAT_API_KEY"
@@ -31,7 +31,7 @@ def serve(
     /,
     store: str,
     host: str = "127.0.0.1",
-    port: opt.Count = 8000,
+    port: opt.Port = 8000,
     name: opt.Unset[str] = None,
     api_key: opt.Unset[str] = None,
     max_requests: opt.Count = 128,
@@ -63,8 +63,6 @@ def serve(
         cache_mb: Millions of bytes of caches in memory; those not used for longest are dropped.
         dtype: Data type of the weights; by default that of the store.
     """
-    if port > 65535:
-        raise InputError(f"--port is {port}; it must be at most 65535")
     key = os.environ.get(KEY_VARIABLE) if api_key is None else api_key
     if key == "":
         raise InputError("the API key is empty")
@@ -144,17 +142,16 @@ def chat(
         stop: Text at which an answer ends, without it; may be given several times.
         dtype: Data type of the weights; by default that of the cache.
     """
-    early.check_sampling(temperature, top_p)
+    most_tokens = max_new_tokens or _MOST_TOKENS
+    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
+    early.check_sampling(sampling)
     files = check_caches(() if cache is None else ((cache,),), store=store, id=id)
     early.check_device(device)
     early.check_model(model)
 
-    from kvcat.generate.answers import Sampling
     from kvcat.models import positions_of
     from kvcat.serving.conversation import Conversation
 
-    most_tokens = max_new_tokens or _MOST_TOKENS
-    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, store=store, id=id
     )
@@ -194,7 +191,7 @@ def _read_line() -> str | None:
         return ""
 
 
-def _answer(line: str, conversation: "Conversation", sampling: "Sampling") -> None:
+def _answer(line: str, conversation: "Conversation", sampling: Sampling) -> None:
     """Print the answer to a question as it comes."""
     try:
         result = conversation.ask(line, sampling, on_text=print_piece)
@@ -210,7 +207,6 @@ def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
     """Obey a line that begins with a slash.
 
     Args:
-        line: the line.
         conversation: what it is about.
         saved: files that this conversation was saved to, which may be replaced.
     """
@@ -220,7 +216,7 @@ def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
     elif command == "/save" and argument:
         _save(Path(argument.strip()).expanduser(), conversation, saved)
     else:
-        raise InputError(f"{line.strip()[:40]} is no command: {_HELP}")
+        raise InputError(f"{line.strip()[:40]} is not a command: {_HELP}")
 
 
 def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
+from kvcat import option_types as opt
 from kvcat.cli import early
-from kvcat.cli import options as opt
+from kvcat.cli.options import parse
 from kvcat.errors import InputError, unknown_name
 from kvcat.files import read_json
 
@@ -119,7 +120,7 @@ def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
         dry_run: bool = False
         """Print the run's parameters, tokens, memory and hours, without training."""
 
-    config_file, _ = opt.parse(
+    config_file, _ = parse(
         ConfigFile, "kvcat train", options, return_unknown_args=True, add_help=False
     )
     file = config_file.config
@@ -128,7 +129,7 @@ def _parse_options(name: str, recipe: "Recipe", options: list[str]) -> Any:
     if name == _NO_RECIPE:
         shown = "of small; `kvcat train RECIPE --help` shows those of another recipe."
     about = f"{_ABOUT}\n\n{_recipe_lines()}\n\nThe defaults below are those {shown}"
-    return opt.parse(Train, f"kvcat train {name}", options, default=default, description=about)
+    return parse(Train, f"kvcat train {name}", options, default=default, description=about)
 
 
 def _recipe_lines() -> str:

@@ -34,7 +34,7 @@ from kvcat.compress.registry import (
     compressor_names,
     make_compressor,
     seeded_compressor,
-    takes_seed,
+    seeded_compressors,
 )
 from kvcat.compress.sessions import Session
 from kvcat.compress.solvers import fit_log_bias, fit_values
@@ -80,11 +80,11 @@ __all__ = [
     "reconstruction",
     "replay",
     "seeded_compressor",
+    "seeded_compressors",
     "slots_and_bits",
     "slots_for",
     "smallest_cache",
     "split_supervision",
     "supervised_kl",
-    "takes_seed",
     "trace",
 ]

@@ -10,7 +10,7 @@ from kvcat.types import Float, Tensor
 
 @dataclass(frozen=True)
 class PastAttention:
-    """Attention of kept queries over the tokens of a compact cache (``PastQueries``).
+    """Attention of kept queries over the tokens of a compact cache (``Past.queries``).
 
     Args:
         first_row: of these queries among those of the batch, where they follow each other.

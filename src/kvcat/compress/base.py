@@ -62,6 +62,9 @@ class Compressor(ABC):
     """Whether the method learns from the model's predictions after the prefix."""
     protects: ClassVar[bool] = True
     """Whether the method can fit the other slots around protected ones."""
+    resumes: ClassVar[bool] = False
+    """Whether a call accepts ``resume``, a file from which it continues after a kill, and
+    ``on_step``, which is called after every step (``GradientCompression``)."""
 
     @property
     def name(self) -> str:

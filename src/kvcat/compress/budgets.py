@@ -1,6 +1,6 @@
 """Allocation of slots to heads under a total budget."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -182,7 +182,7 @@ def _errors_by_queries(
     return errors
 
 
-def slot_sizes(num_slots: int, prefix_len: int) -> list[int]:
+def slot_sizes(num_slots: float | int, prefix_len: int) -> list[int]:
     """The numbers of slots that a head may get if the average is ``num_slots``, ascending."""
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 
@@ -211,6 +211,38 @@ def share_out(
         total = num_slots * len(heads)
         counts = _share_out_example(of_example, sizes, units, total, fill_up=not by_layer)
         slots |= dict(zip(heads, counts.tolist(), strict=True))
+    return slots
+
+
+def share_out_parts(
+    curves: Sequence[Mapping[HeadIndex, Curve]],
+    num_slots: int,
+    sizes: list[int],
+    *,
+    by_head: bool,
+) -> list[dict[HeadIndex, int]]:
+    """The number of slots of every head in every part, chosen so that the total error is small.
+
+    Args:
+        curves: of every part, by head, the error at each of the sizes; for a head with fewer slots,
+            the error at all its slots.
+        num_slots: average number of slots of an example's heads, of all parts together.
+        sizes: numbers of slots to choose from, ascending.
+        by_head: every head gets the same number; False: slots are allocated to the heads of an
+            example and its parts together.
+    """
+    slots: list[dict[HeadIndex, int]] = [{} for _ in curves]
+    sharing: dict[Hashable, list[tuple[int, HeadIndex]]] = {}
+    for number, of_part in enumerate(curves):
+        for head in sorted(of_part):
+            sharing.setdefault(head if by_head else head[1], []).append((number, head))
+    for units in sharing.values():
+        of_units = [curves[number][head] for number, head in units]
+        total = num_slots * len({head for _, head in units})
+        every_unit = np.arange(len(units))
+        counts = _share_out_example(of_units, sizes, every_unit, total, fill_up=True)
+        for (number, head), count in zip(units, counts.tolist(), strict=True):
+            slots[number][head] = count
     return slots
 
 

@@ -23,12 +23,12 @@ from kvcat.cache import (
     first_slots,
 )
 from kvcat.cache.ranges import slot_positions
-from kvcat.choices import NUM_FIRST, SEAM_TOKENS
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, whole
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
+from kvcat.options import NUM_FIRST, SEAM_TOKENS
 from kvcat.types import Int, Tensor
 
 

@@ -21,7 +21,6 @@ from kvcat.compress.documents import (
     reconstruction,
     sequence_trace,
 )
-from kvcat.compress.methods.gradient import GradientCompression
 from kvcat.compress.prefix import protecting
 from kvcat.compress.quantized import slots_and_bits
 from kvcat.compress.registry import seeded_compressor
@@ -70,8 +69,8 @@ def compress_document(
     check_kind(DocumentSettings, "a DocumentSettings or None", settings=settings)
     check_not_wrapped(model)
     compressor = document_compressor(settings)
-    sequence, protected = encoded_document(tokenizer, model.config, text, settings)
-    trace = sequence_trace(model, sequence, supervision=settings.supervision, room=settings.room)
+    sequence, protected = encoded_document(tokenizer, model.config, text, settings, compressor)
+    trace = read_document(model, sequence, settings, compressor)
     return compress_trace(protecting(trace, protected), compressor, settings)
 
 
@@ -79,7 +78,8 @@ def document_compressor(settings: CacheSettings) -> Compressor:
     """The method of the settings with its options, bits and seed.
 
     Raises:
-        InputError: an unknown method or option, or a value that is not valid.
+        InputError: an unknown method or option, a value that is not valid, or a method that cannot
+            protect slots or learn from the document alone where the settings want that.
     """
     name, options = settings.method_options()
     compressor = seeded_compressor(name, options, settings.seed)
@@ -87,6 +87,9 @@ def document_compressor(settings: CacheSettings) -> Compressor:
         raise InputError(
             f"{name} needs supervision reconstruction: the document alone leaves nothing to predict"
         )
+    protects = isinstance(settings, DocumentSettings) and settings.has_protection
+    if protects and not compressor.protects:
+        raise InputError(f"{name} protects no slots: leave out what is to be protected")
     return compressor
 
 
@@ -95,6 +98,7 @@ def encoded_document(
     config: PreTrainedConfig,
     text: str,
     settings: DocumentSettings,
+    compressor: Compressor,
 ) -> tuple[Reconstruction, Sequence[Range]]:
     """The token ids of a document and the ranges among them that stay exact; needs no weights.
 
@@ -103,13 +107,15 @@ def encoded_document(
         config: of the model.
         text: the document.
         settings: how its cache will be made.
+        compressor: that of the settings.
 
     Raises:
         InputError: as ``compress_document``.
     """
     positions = positions_of(config)
     sequence = reconstruction(tokenizer, text, chat=settings.chat, positions=positions)
-    check_length(config, sequence, settings.supervision)
+    in_parts = _repeats_in_parts(settings, compressor)
+    check_length(config, sequence, settings.supervision, in_parts=in_parts)
     protected = protected_ranges(
         tokenizer,
         text,
@@ -118,6 +124,32 @@ def encoded_document(
         chat=settings.chat,
     )
     return sequence, protected
+
+
+def read_document(
+    model: PreTrainedModel,
+    sequence: Reconstruction,
+    settings: CacheSettings,
+    compressor: Compressor,
+    on_read: Callable[[], None] = lambda: None,
+) -> Trace:
+    """The trace of a document, or of several of equal length, for the method of the settings.
+
+    ``on_read`` is as in ``sequence_trace``.
+    """
+    return sequence_trace(
+        model,
+        sequence,
+        supervision=settings.supervision,
+        room=settings.room,
+        in_parts=_repeats_in_parts(settings, compressor),
+        on_read=on_read,
+    )
+
+
+def _repeats_in_parts(settings: CacheSettings, compressor: Compressor) -> bool:
+    """Whether nothing learns from the predictions of one repetition of the whole document."""
+    return settings.learner is None and not compressor.needs_predictions
 
 
 def compress_trace(
@@ -151,10 +183,11 @@ def compress_trace(
         num_slots, bits = slots_and_bits(trace, num_bytes, choices)
         size = {"num_slots": num_slots}
         compressor = compressor if bits is None else compressor.in_bits(bits)
-    if isinstance(compressor, GradientCompression):
-        cache = compressor(trace, **size, resume=progress.state, on_step=progress.on_step)
+    run: Any = compressor
+    if compressor.resumes:
+        cache = run(trace, **size, resume=progress.state, on_step=progress.on_step)
     else:
-        cache = compressor(trace, **size)
+        cache = run(trace, **size)
     if num_bytes is not None and cache.nbytes > num_bytes:
         raise InputError(
             f"{settings.method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer"

@@ -1,7 +1,7 @@
 """Documents as token ids, plain or in a chat template, with a copy that supervises compression."""
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from types import NoneType
 from typing import get_args
@@ -12,11 +12,17 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcat.attention import check_not_wrapped
 from kvcat.cache import CacheRecord, CompactCache
 from kvcat.cache.ranges import Range
-from kvcat.choices import DocumentSupervision
+from kvcat.compress.parts import (
+    longest_text,
+    num_parts,
+    num_positions_in_parts,
+    trace_in_parts,
+)
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError, check_kind, check_one_of
 from kvcat.models import positions_of
+from kvcat.options import DocumentSupervision
 from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
 from kvcat.text.template import ChatTemplate, chat_parts
 from kvcat.types import Int, Tensor
@@ -124,6 +130,7 @@ def document_trace(
     supervision: str = "reconstruction",
     chat: bool = False,
     room: int | None = None,
+    in_parts: bool = True,
 ) -> Trace:
     """The trace from which a document's cache is compressed; a document has no suffix.
 
@@ -134,6 +141,8 @@ def document_trace(
             its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
         room: tokens of question and answer that will follow (``trace``).
+        in_parts: a long document is repeated part by part (``trace_in_parts``), without predictions
+            to learn from; False: in one repetition, which needs twice its positions.
 
     Raises:
         InputError: an empty document, one too long for the model's positions; and as
@@ -142,7 +151,7 @@ def document_trace(
     check_not_wrapped(model)
     check_one_of("supervision of a document", supervision, get_args(DocumentSupervision))
     sequence = reconstruction(tokenizer, text, chat=chat, positions=positions_of(model.config))
-    return sequence_trace(model, sequence, supervision=supervision, room=room)
+    return sequence_trace(model, sequence, supervision=supervision, room=room, in_parts=in_parts)
 
 
 def sequence_trace(
@@ -151,9 +160,13 @@ def sequence_trace(
     *,
     supervision: str = "reconstruction",
     room: int | None = None,
+    in_parts: bool = True,
+    on_read: Callable[[], None] = lambda: None,
 ) -> Trace:
     """The trace of one or several documents of equal length as token ids; else as
     ``document_trace``.
+
+    ``on_read`` is called when a long document was read, before it is repeated in parts.
     """
     ids = sequence.input_ids.to(model.device)
     if supervision == "self":
@@ -161,21 +174,44 @@ def sequence_trace(
         own_queries = trace(model, document, supervision="self", room=room)
         text = replace(own_queries.text, chat=sequence.chat, chat_template=sequence.chat_template)
         return replace(own_queries, text=text)
-    return trace(model, replace(sequence, input_ids=ids), room=room)
+    check_length(model.config, sequence, supervision, in_parts=in_parts)
+    sequence = replace(sequence, input_ids=ids)
+    if in_parts and num_parts(sequence, positions_of(model.config)) > 1:
+        return trace_in_parts(model, sequence, room=room, on_read=on_read)
+    return trace(model, sequence, room=room)
 
 
-def check_length(config: PreTrainedConfig, sequence: Reconstruction, supervision: str) -> None:
+def check_length(
+    config: PreTrainedConfig, sequence: Reconstruction, supervision: str, *, in_parts: bool
+) -> None:
     """Raise an ``InputError`` if a document is too long for the model's positions.
 
     Args:
         config: of the model.
         sequence: the document, with the copy that supervises.
-        supervision: as in ``document_trace``.
+        supervision, in_parts: as in ``document_trace``.
     """
-    num_tokens = sequence.input_ids.shape[1]
+    prefix_len = sequence.prefix_len
     if supervision == "self":
-        num_tokens = sequence.prefix_len
-    check_positions(config, num_tokens, sequence.prefix_len, supervision)
+        check_positions(config, prefix_len, prefix_len, supervision)
+        return
+    positions = positions_of(config)
+    num_in_parts = num_positions_in_parts(sequence, positions)
+    num_needed = num_in_parts if in_parts else sequence.input_ids.shape[1]
+    if num_needed <= positions:
+        return
+    text = f"the text has {prefix_len} tokens, and the model {positions} positions"
+    num_repeated = num_needed - prefix_len
+    longest = longest_text(sequence, positions)
+    shorter = f"shorten the text to {longest}" if longest > 0 else "shorten the text"
+    if prefix_len > positions:
+        raise InputError(f"{text}: {shorter}, or split it into several")
+    if num_in_parts <= positions:
+        remedy = "attention-matching, with --keep or --slots, repeats it in parts"
+    else:
+        remedy = f"supervision self repeats nothing, or {shorter}"
+    repetition = f"too few for it and {num_repeated} tokens of its repetition"
+    raise InputError(f"{text}, {repetition}: {remedy}")
 
 
 def protected_ranges(

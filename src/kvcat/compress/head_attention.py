@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 
 from kvcat.attention.chunks import exp_below
-from kvcat.chunks import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.compress.attended import Attended, PastAttention
+from kvcat.memory import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.types import Float, Int, Tensor
 
 _LEAST_SHARE = 1e-6
@@ -22,21 +22,21 @@ class HeadBatch:
 
     Args:
         queries: multiplied by the layer's scale.
-        factors: as in ``FittedQueries``, of each query.
-        log_later_mass: as in ``FittedQueries``, of each query.
+        factors: weight of each query, as in ``QuerySet``.
+        log_elsewhere: as in ``QuerySet``, of each query.
         keys, values: keys and values of the prefix's slots in this head.
         log_bias: nats added to the scores of these slots; None adds none.
         last_seen: last slot that each query sees; None: all see the whole prefix.
-        fit_boost: as in ``FittedQueries``, of the fitted queries; None: all are fitted to, and 1.
+        fit_boost: as in ``QuerySet``, of each fitted query; None: all are fitted to, and 1.
         past: what some of the fitted queries attended to before it was compressed; None: all
             attend to the slots.
-        num_supervising: number of the first queries that are supervising ones; the others are the
-            prefix's own.
+        num_supervising: number of the first fitted queries that are supervising ones; the other
+            fitted ones are the prefix's own.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
     factors: Float[Tensor, "heads queries"]
-    log_later_mass: Float[Tensor, "heads queries"]
+    log_elsewhere: Float[Tensor, "heads queries"]
     keys: Float[Tensor, "heads prefix head_dim"]
     values: Float[Tensor, "heads prefix value_dim"]
     log_bias: Float[Tensor, "heads prefix"] | None = None
@@ -115,6 +115,17 @@ class DenseAttention(NamedTuple):
         """The attention of several heads of equal shape, from that of each alone."""
         return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
 
+    def order_alone(self) -> "DenseAttention":
+        """The order of one head's slots, without the attention of its queries."""
+        return DenseAttention(
+            log_mass=self.log_mass[:0],
+            mass=self.mass[:0],
+            outputs=self.outputs[:0],
+            weights=self.weights[:0],
+            importance=self.importance[:0],
+            order=self.order.clone(),
+        )
+
     def first_slots(self, num_slots: int) -> Int[Tensor, "heads slots"]:
         """The positions of the first slots in the order, ascending."""
         return self.order[:, :num_slots].sort(dim=-1).values
@@ -134,7 +145,7 @@ class DenseAttention(NamedTuple):
         exponentials = exp_below(largest, scores)  # (heads, rows, prefix)
         sums = exponentials.sum(-1)
         log_sums = sums.log().add_(largest.squeeze(-1))
-        share_of_prefix = (log_sums - batch.log_later_mass[:, rows]).sigmoid_()
+        share_of_prefix = (log_sums - batch.log_elsewhere[:, rows]).sigmoid_()
         weights = batch.factors[:, rows] * share_of_prefix.clamp_min_(_LEAST_SHARE)
         weight_per_sum = weights / sums
         row_boost = boost[:, rows]
@@ -167,7 +178,7 @@ class DenseAttention(NamedTuple):
         scores = batch.scores(rows, slots=new_slots.expand(len(batch.keys), -1))
         new = Attended.over(scores, batch.values[:, first_new:])
         whole = Attended(past.log_mass, past.outputs).joined(new)
-        share_of_prefix = (whole.log_mass - batch.log_later_mass[:, rows]).sigmoid()
+        share_of_prefix = (whole.log_mass - batch.log_elsewhere[:, rows]).sigmoid()
         weights = batch.factors[:, rows] * share_of_prefix.clamp_min(_LEAST_SHARE)
         weights = weights * boost[:, rows]
         largest = self.log_mass[:, rows] - self.mass[:, rows].log()

@@ -1,6 +1,6 @@
 """The KV heads of a trace, loaded in batches of equal shape with the queries to fit to."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
@@ -13,7 +13,7 @@ from kvcat.compress.attended import PastAttention
 from kvcat.compress.base import example_generators
 from kvcat.compress.head_attention import HeadBatch, take
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import FittedQueries, past_queries
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
@@ -22,6 +22,8 @@ HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
 DrawnRows = dict[HeadIndex, Int[Tensor, " drawn"]]
 """Rows of a head's queries that a draw chose, ascending."""
+Piece = tuple[QuerySet, slice]
+"""Some queries of a source that follow each other."""
 
 
 class _Shape(NamedTuple):
@@ -39,15 +41,30 @@ class Heads:
 
     Args:
         prefix: what is compressed.
-        fitted: the queries.
+        queries: of every source, to fit to.
         drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
         group_elements: most numbers that a group of heads holds, if one head has no more.
     """
 
     prefix: Prefix
-    fitted: FittedQueries
+    queries: Sequence[QuerySet]
     drawn: DrawnRows | None = None
     group_elements: int = 2**24
+
+    @property
+    def num_queries(self) -> int:
+        """The number of positions whose queries select keys."""
+        return sum(map(len, self.queries))
+
+    @property
+    def num_fitted(self) -> int:
+        """The number of positions to whose queries log-bias and values are fitted."""
+        return sum(each.num_fitted for each in self.queries)
+
+    @property
+    def is_causal(self) -> bool:
+        """Whether some queries are in place, where they do not see all slots."""
+        return any(each.is_causal for each in self.queries)
 
     def groups_for_scores(self) -> list[list[HeadIndex]]:
         """Heads of equal shape whose scores against the prefix hold ``group_elements`` at most.
@@ -56,7 +73,7 @@ class Heads:
         """
         groups = []
         for shape, heads in _by_value(self._shapes).items():
-            num_queries = shape.query_heads * self.fitted.num_queries
+            num_queries = shape.query_heads * self.num_queries
             groups += self._limited(heads, held=num_queries * shape.num_slots)
         return groups
 
@@ -73,7 +90,7 @@ class Heads:
         shapes_and_sizes = {head: (shape, sizes[head]) for head, shape in self._shapes.items()}
         groups = []
         for (shape, size), heads in _by_value(shapes_and_sizes).items():
-            scores = shape.query_heads * self.fitted.num_fitted * size
+            scores = shape.query_heads * self.num_fitted * size
             states = shape.num_slots * (shape.key_dim + shape.value_dim)
             groups += self._limited(heads, held=max(scores, size * size, states))
         return groups
@@ -86,17 +103,25 @@ class Heads:
     def load(self, heads: list[HeadIndex]) -> HeadBatch:
         """The tensors of a group of heads with all queries.
 
-        The queries are in the order of ``fitted``; those of one position follow each other by query
-        head.
+        Fitted queries of every source come first, then the others of every source; those of one
+        position follow each other by query head.
         """
-        batch = self._load(heads, self.fitted.num_queries)
+        pieces = self._fitted_pieces()
+        for each in self.queries:
+            if len(each) > each.num_fitted:
+                pieces.append((each, slice(each.num_fitted, len(each))))
+        batch = self._load(heads, pieces)
         return batch if self.drawn is None else _select_rows(batch, heads, self.drawn)
 
     def load_fitted(self, heads: list[HeadIndex]) -> HeadBatch:
         """As ``load``, without the queries that only choose keys."""
         if self.drawn is not None:
             return self.load(heads)
-        return self._load(heads, self.fitted.num_fitted)
+        return self._load(heads, self._fitted_pieces())
+
+    def _fitted_pieces(self) -> list[Piece]:
+        """The fitted queries of every source."""
+        return [(each, slice(0, each.num_fitted)) for each in self.queries]
 
     @cached_property
     def _shapes(self) -> dict[HeadIndex, _Shape]:
@@ -113,8 +138,8 @@ class Heads:
                     )
         return shapes
 
-    def _load(self, heads: list[HeadIndex], num_queries: int) -> HeadBatch:
-        """The tensors of a group of heads with the first so many queries."""
+    def _load(self, heads: list[HeadIndex], pieces: list[Piece]) -> HeadBatch:
+        """The tensors of a group of heads with some queries of every source."""
         slots = HeadSlots.stacked(
             [
                 self.prefix.layers[layer].present_head(example, head)
@@ -124,90 +149,96 @@ class Heads:
         keys = slots.keys
         query_heads = query_heads_per_kv_head(self.prefix.trace, heads[0][0])
         num_heads, num_slots, key_dim = keys.shape
-        # (heads, positions, query heads, channels), filled layer by layer
+        num_queries = sum(rows.stop - rows.start for _, rows in pieces)
+        # (heads, positions, query heads, channels), filled layer by layer and source by source
         queries = keys.new_empty(num_heads, num_queries, query_heads, key_dim)
-        log_later_mass = keys.new_empty(num_heads, num_queries, query_heads)
+        log_elsewhere = keys.new_empty(num_heads, num_queries, query_heads)
         num_loaded = 0
         for (layer, example), of_layer in groupby(heads, key=lambda head: head[:2]):
             rows = _query_head_rows(of_layer, query_heads)
             place = slice(num_loaded, num_loaded + len(rows) // query_heads)
-            by_head = self.fitted.states(layer, example, rows, num_queries)
-            torch.mul(
-                _by_position(by_head, query_heads),
-                self.prefix.trace.layers[layer].scale,
-                out=queries[place],
-            )
-            later_mass = self.fitted.log_later_mass[layer][example, rows, :num_queries]
-            log_later_mass[place] = _by_position(later_mass, query_heads)
+            trace_layer = self.prefix.trace.layers[layer]
+            first = 0
+            for source, chosen in pieces:
+                to = slice(first, first + chosen.stop - chosen.start)
+                by_head = source.of_heads(layer, trace_layer.number, example, rows, chosen)
+                torch.mul(
+                    _by_position(by_head, query_heads), trace_layer.scale, out=queries[place, to]
+                )
+                elsewhere = source.log_elsewhere[layer][example, rows, chosen]
+                log_elsewhere[place, to] = _by_position(elsewhere, query_heads)
+                first = to.stop
             num_loaded = place.stop
+        weights = torch.cat([source.weights[chosen] for source, chosen in pieces])
+        boost = torch.cat([torch.full([each.num_fitted], each.boost) for each in self.queries])
         return HeadBatch(
             queries=queries.flatten(1, 2),
-            factors=_of_every_head(
-                self.fitted.factors[:num_queries].to(keys), query_heads, num_heads
-            ),
-            log_later_mass=log_later_mass.flatten(1, 2),
+            factors=_of_every_head(weights.to(keys), query_heads, num_heads),
+            log_elsewhere=log_elsewhere.flatten(1, 2),
             keys=keys,
             values=slots.values,
             log_bias=slots.log_bias,
-            last_seen=self._last_seen(num_slots, num_queries, query_heads, num_heads, keys.device),
-            fit_boost=_of_every_head(self.fitted.fit_boost.to(keys), query_heads, num_heads),
+            last_seen=self._last_seen(num_slots, pieces, query_heads, num_heads),
+            fit_boost=_of_every_head(boost.to(keys), query_heads, num_heads),
             past=self._past(heads, query_heads),
-            num_supervising=query_heads * self.fitted.supervising[0].shape[2],
+            num_supervising=query_heads
+            * sum(each.num_fitted for each in self.queries if not each.is_own),
         )
 
     def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:
         """What the kept queries attended to before it was compressed; None: there are none."""
-        past = past_queries(self.prefix.trace)
-        if past is None or self.fitted.moved is None or not len(past.positions):
+        first_row = 0
+        for kept in self.queries:
+            if kept.log_mass:
+                break
+            first_row += kept.num_fitted * query_heads
+        else:
             return None
         log_mass: list[Tensor] = []
         outputs: list[Tensor] = []
         for layer, example, kv_head in heads:
             rows = _query_head_rows([(layer, example, kv_head)], query_heads)
-            log_mass.append(_by_position(past.log_mass[layer][example, rows], query_heads))
-            of_rows = past.outputs[layer][example, rows].numbers()
+            log_mass.append(_by_position(kept.log_mass[layer][example, rows], query_heads))
+            of_rows = kept.outputs[layer][example, rows].numbers()
             outputs.append(_by_position(of_rows, query_heads))
         return PastAttention(
-            first_row=self.fitted.supervising[heads[0][0]].shape[2] * query_heads,
+            first_row=first_row,
             num_new=self.prefix.num_new,
             log_mass=torch.cat(log_mass).flatten(1, 2),
             outputs=torch.cat(outputs).flatten(1, 2),
         )
 
     def _last_seen(
-        self,
-        num_slots: int,
-        num_queries: int,
-        query_heads: int,
-        num_heads: int,
-        device: torch.device,
+        self, num_slots: int, pieces: list[Piece], query_heads: int, num_heads: int
     ) -> Int[Tensor, "heads queries"] | None:
-        """Last slot that each query sees, if the queries are the prefix's at their original
-        positions.
+        """Last slot that each query sees, if some of them are in place.
 
         After a compact cache only the last slots have queries.
         """
-        if self.fitted.num_unseen is None:
+        if not self.is_causal:
             return None
-        last = num_slots - 1 - self.fitted.num_unseen[:num_queries].to(device)
-        return _of_every_head(last, query_heads, num_heads)
+        positions = torch.cat([source.positions[chosen] for source, chosen in pieces])
+        last = num_slots - 1 - self.prefix.num_unprotected_after(positions)
+        device = self.prefix.layers[0].keys.device
+        return _of_every_head(last.to(device), query_heads, num_heads)
 
 
-def draw_rows(trace: Trace, fitted: FittedQueries, num_queries: int, seed: int) -> DrawnRows:
+def draw_rows(trace: Trace, queries: Sequence[QuerySet], num_queries: int, seed: int) -> DrawnRows:
     """Rows of each KV head's queries, drawn per example without replacement.
 
     Rows are counted as in ``Heads.load``.
     """
     drawn = {}
+    num_positions = sum(map(len, queries))
     for example, generator in enumerate(example_generators(trace, seed)):
         for layer, keys in enumerate(trace.keys):
             query_heads = query_heads_per_kv_head(trace, layer)
-            num_rows = query_heads * fitted.num_queries
+            num_rows = query_heads * num_positions
             for head in range(keys.shape[1]):
                 order = torch.randperm(num_rows, generator=generator)[:num_queries]
                 # from query head by query head to position by position
-                query_head = order // fitted.num_queries
-                position = order % fitted.num_queries
+                query_head = order // num_positions
+                position = order % num_positions
                 rows = position * query_heads + query_head
                 drawn[layer, example, head] = rows.sort().values
     return drawn
@@ -256,7 +287,7 @@ def _select_rows(batch: HeadBatch, heads: list[HeadIndex], drawn: DrawnRows) -> 
     return HeadBatch(
         queries=take(batch.queries, rows),
         factors=batch.factors.gather(1, rows),
-        log_later_mass=batch.log_later_mass.gather(1, rows),
+        log_elsewhere=batch.log_elsewhere.gather(1, rows),
         keys=batch.keys,
         values=batch.values,
         log_bias=batch.log_bias,

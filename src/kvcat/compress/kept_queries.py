@@ -6,18 +6,19 @@ text was exact stays what the fit is to reproduce.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 
 from kvcat.compress.attended import Attended
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import moved_queries, past_queries
+from kvcat.compress.queries import own_queries
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rows import Rows
-from kvcat.compress.trace import Past, PastQueries, Trace
+from kvcat.compress.trace import Trace
 from kvcat.models.rotation import KeyRotation
-from kvcat.types import Float, Int, Tensor, at_least_float32
+from kvcat.types import at_least_float32
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 PLACES = 512
@@ -30,7 +31,7 @@ from the text than the queries that will come.
 
 def keep_queries(
     trace: Trace, count: int, part_tokens: int = 256, places: int = PLACES
-) -> PastQueries | None:
+) -> QuerySet | None:
     """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
 
     Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
@@ -46,33 +47,22 @@ def keep_queries(
     Raises:
         ValueError: kept queries of an earlier place.
     """
-    without = replace(trace, past=Past(trace.past_len, queries=no_queries(trace)))
-    moved = moved_queries(without, part_tokens, math.inf)
+    moved = own_queries(trace, part_tokens, math.inf)
     if moved is None:
         return None
-    rows = moved.rows
     place = _place(trace.prefix_len, places)
-    past = past_queries(trace)
+    past = None if trace.past is None else trace.past.queries
     if past is not None and past.place != place:
         raise ValueError(f"queries kept at position {past.place}, not at {place}: place them first")
-    positions = trace.prefix_positions[rows]
-    if past is not None:
-        positions = torch.cat([past.positions, positions])
+    num_past = 0 if past is None else len(past)
+    positions = moved.positions if past is None else torch.cat([past.positions, moved.positions])
     order = (positions.double() * _GOLDEN).frac().argsort(stable=True)[:count]
-    num_past = len(positions) - len(rows)
-    chosen_new = order[order >= num_past] - num_past
-    new = _placed(
-        trace,
-        rows[chosen_new],
-        place=place,
-        starts=(trace.prefix_len - moved.shifts)[chosen_new],
-        log_later_mass=_rows_of(moved.log_later_mass, chosen_new),
-    )
+    new = _placed(trace, moved.selected(order[order >= num_past] - num_past), place)
     if past is None:
-        return _selected(new, new.positions.argsort())
+        return new.selected(new.positions.argsort())
     chosen_past = order[order < num_past].sort().values
-    both = _joined(_with_new_tokens(trace, _selected(past, chosen_past)), new)
-    return _selected(both, both.positions.argsort())
+    both = _joined(_with_new_tokens(trace, past.selected(chosen_past)), new)
+    return both.selected(both.positions.argsort())
 
 
 def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
@@ -85,22 +75,22 @@ def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
         trace: with the ranges that are protected.
         places: as in ``keep_queries``.
     """
-    past = past_queries(trace)
+    past = None if trace.past is None else trace.past.queries
     place = _place(trace.prefix_len, places)
     if trace.past is None or past is None or past.place >= place:
         return trace
     prefix = Prefix.of(trace)
     log_masses = []
     all_outputs = []
-    for layer, states in enumerate(past.states):
+    for layer in range(len(past.states)):
         num_compact = _first_new(prefix, layer)
         if not num_compact:  # the compact cache holds protected slots alone
             log_masses.append(past.log_mass[layer])
             all_outputs.append(past.outputs[layer])
             continue
         compact = slice(0, num_compact)
-        before = _attended(prefix, layer, states, past.place - past.starts, compact)
-        after = _attended(prefix, layer, states, place - past.starts, compact)
+        before = _attended(prefix, layer, past, past.place, compact)
+        after = _attended(prefix, layer, past, place, compact)
         log_masses.append(past.log_mass[layer] + (after.log_mass - before.log_mass))
         outputs = past.outputs[layer].numbers() + (after.outputs - before.outputs)
         all_outputs.append(Rows.of(outputs))
@@ -108,72 +98,35 @@ def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
     return replace(trace, past=replace(trace.past, queries=moved))
 
 
-def no_queries(trace: Trace) -> PastQueries:
-    """No kept queries."""
-    none = torch.zeros(0, dtype=torch.long)
-    states = [layer.prefix_queries[:, :, :0] for layer in trace.layers]
-    masses = [at_least_float32(queries[..., 0]) for queries in states]
-    outputs = [
-        values.new_empty(*queries.shape[:3], values.shape[3])
-        for queries, values in zip(states, trace.values, strict=True)
-    ]
-    return PastQueries(
-        positions=none,
-        starts=none,
-        states=list(map(Rows.of, states)),
-        log_later_mass=masses,
-        place=trace.prefix_len,
-        log_mass=masses,
-        outputs=list(map(Rows.of, outputs)),
-    )
-
-
 def _place(num_tokens: int, places: int) -> int:
     """The position to which kept queries are moved after so many tokens."""
     return -(-num_tokens // places) * places
 
 
-def _placed(
-    trace: Trace,
-    rows: Int[Tensor, " kept"],
-    place: int,
-    starts: Int[Tensor, " kept"],
-    log_later_mass: Sequence[Float[Tensor, "batch _ kept"]],
-) -> PastQueries:
-    """Queries of the prefix with their attention to all of it.
-
-    Args:
-        trace: of the prefix.
-        rows: of the queries that the trace keeps.
-        place, starts, log_later_mass: as in ``PastQueries``.
-    """
+def _placed(trace: Trace, moved: QuerySet, place: int) -> QuerySet:
+    """Queries of the prefix, in 8 bits, with their attention to all of it from another place."""
+    exact: Any = moved.states
     # what the rounded queries attend to
-    all_queries = [layer.prefix_queries for layer in trace.layers]
-    all_states = list(map(Rows.of, _rows_of(all_queries, rows)))
+    rounded = replace(moved, states=list(map(Rows.of, exact)), place=place, rotation=None)
     prefix = Prefix.of(trace)
     attended = [
-        _attended(prefix, layer, states, place - starts, slice(None))
-        for layer, states in enumerate(all_states)
+        _attended(prefix, layer, rounded, place, slice(None)) for layer in range(len(trace.layers))
     ]
-    return PastQueries(
-        positions=trace.prefix_positions[rows],
-        starts=starts,
-        states=all_states,
-        log_later_mass=log_later_mass,
-        place=place,
+    return replace(
+        rounded,
         log_mass=[each.log_mass for each in attended],
         outputs=[Rows.of(each.outputs) for each in attended],
     )
 
 
-def _with_new_tokens(trace: Trace, past: PastQueries) -> PastQueries:
+def _with_new_tokens(trace: Trace, past: QuerySet) -> QuerySet:
     """Kept queries whose attention is joined with that to the tokens after the compact cache."""
     prefix = Prefix.of(trace)
     joined = []
-    for layer, states in enumerate(past.states):
+    for layer in range(len(past.states)):
         new_slots = slice(_first_new(prefix, layer), None)
         before = Attended(past.log_mass[layer], past.outputs[layer].numbers())
-        new = _attended(prefix, layer, states, past.place - past.starts, new_slots)
+        new = _attended(prefix, layer, past, past.place, new_slots)
         joined.append(before.joined(new))
     return replace(
         past,
@@ -190,26 +143,22 @@ def _first_new(prefix: Prefix, layer: int) -> int:
     return prefix.layers[layer].max_slots - prefix.num_new
 
 
-def _attended(
-    prefix: Prefix,
-    layer: int,
-    queries: Rows,
-    shifts: Int[Tensor, " queries"],
-    slots: slice,
-) -> Attended:
-    """Attention of moved queries over some slots of a layer that are not protected.
+def _attended(prefix: Prefix, layer: int, queries: QuerySet, place: int, slots: slice) -> Attended:
+    """Attention of queries over some slots of a layer that are not protected.
 
     Args:
         prefix: of the slots.
         layer: of the prefix.
-        queries: at their own positions, (batch, heads, queries, head_dim).
-        shifts: positions by which each is moved.
+        queries: at the positions of their tokens, in 8 bits.
+        place: to which the parts of the queries are moved.
         slots: of the prefix.
     """
     unprotected = prefix.layers[layer]
     of_layer = prefix.trace.layers[layer]
     rotation = KeyRotation(prefix.trace.model, PLACES)
-    moved = rotation(queries.numbers(), of_layer.number, shifts)
+    states: Any = queries.states[layer]
+    starts: Any = queries.starts
+    moved = rotation(states.numbers(), of_layer.number, place - starts)
     keys = at_least_float32(unprotected.keys[:, :, slots])
     values = at_least_float32(unprotected.values[:, :, slots])
     # (batch, kv_heads, query heads of each, queries, head_dim)
@@ -221,36 +170,24 @@ def _attended(
     return Attended(attended.log_mass.flatten(1, 2), attended.outputs.flatten(1, 2))
 
 
-def _rows_of(states: Sequence[Tensor], rows: Int[Tensor, " rows"]) -> list[Tensor]:
-    """Some queries of every layer; queries are the third dimension."""
-    return [each.index_select(2, rows.to(each.device)) for each in states]
-
-
-def _joined(first: PastQueries, second: PastQueries) -> PastQueries:
+def _joined(first: QuerySet, second: QuerySet) -> QuerySet:
     """The queries of both, which have the same place."""
-    later_mass = zip(first.log_later_mass, second.log_later_mass, strict=True)
-    log_mass = zip(first.log_mass, second.log_mass, strict=True)
-    states = zip(first.states, second.states, strict=True)
-    outputs = zip(first.outputs, second.outputs, strict=True)
-    return PastQueries(
+
+    def joined(name: str) -> list[Any]:
+        pairs = zip(getattr(first, name), getattr(second, name), strict=True)
+        return [
+            Rows.joined(both, 2) if isinstance(both[0], Rows) else torch.cat(both, 2)
+            for both in pairs
+        ]
+
+    return replace(
+        first,
+        states=joined("states"),
         positions=torch.cat([first.positions, second.positions]),
-        starts=torch.cat([first.starts, second.starts]),
-        states=[Rows.joined(both, dim=2) for both in states],
-        log_later_mass=[torch.cat(both, dim=2) for both in later_mass],
-        place=second.place,
-        log_mass=[torch.cat(both, dim=2) for both in log_mass],
-        outputs=[Rows.joined(both, dim=2) for both in outputs],
-    )
-
-
-def _selected(kept: PastQueries, rows: Int[Tensor, " rows"]) -> PastQueries:
-    """Some of the queries."""
-    return PastQueries(
-        positions=kept.positions[rows],
-        starts=kept.starts[rows],
-        states=[each.selected(2, rows) for each in kept.states],
-        log_later_mass=_rows_of(kept.log_later_mass, rows),
-        place=kept.place,
-        log_mass=_rows_of(kept.log_mass, rows),
-        outputs=[each.selected(2, rows) for each in kept.outputs],
+        weights=torch.cat([first.weights, second.weights]),
+        log_elsewhere=joined("log_elsewhere"),
+        num_fitted=len(first) + len(second),
+        starts=torch.cat([first.starts, second.starts]),  # type: ignore[list-item]
+        log_mass=joined("log_mass"),
+        outputs=joined("outputs"),
     )

@@ -25,6 +25,7 @@ from kvcat.errors import InputError, unknown_name
 from kvcat.extras import install_command
 from kvcat.models import frozen
 from kvcat.models.rotation import KeyRotation
+from kvcat.text.template import chat_parts
 from kvcat.types import Tensor
 
 _DECODING = ("CAMPress", "CompressionRatioDecodingPress", "DecodingPress", "PrefillDecodingPress")
@@ -291,15 +292,13 @@ def _score_all_but_a_chat_opening(press: Any, model: Any, prefix: Tensor) -> Non
 
 
 def _chat_opening(folder: str) -> list[int]:
-    """The token ids before a user's first message in a chat template, as kvpress counts them.
-
-    Unlike ``chat_parts`` it accepts every template that kvpress accepts.
-    """
+    """The token ids before a user's first message in a chat template; none if kvcat rejects it."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    message = "dummy context"
-    turn = [{"role": "user", "content": message}]
-    text = tokenizer.apply_chat_template(turn, tokenize=False, enable_thinking=False)
-    return tokenizer.encode(text.partition(message)[0], add_special_tokens=False)
+    try:
+        head = chat_parts(tokenizer).head
+    except InputError:
+        return []
+    return tokenizer.encode(head, add_special_tokens=False)
 
 
 class _HiddenSlots:

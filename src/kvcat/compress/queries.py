@@ -2,121 +2,18 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
 from kvcat.attention.mass import log_mass
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.trace import PastQueries, Trace, sampled_positions
+from kvcat.compress.query_set import QuerySet
+from kvcat.compress.trace import Trace, sampled_positions
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_PARTS = 3
-
-
-@dataclass(frozen=True)
-class MovedQueries:
-    """The queries of the prefix, rotated part by part to the positions right after the prefix.
-
-    Log-bias and values are fitted to the first queries. The others only select keys.
-
-    Args:
-        rotation: the model's rotation.
-        rows: index of each query among those that the trace keeps.
-        shifts: number of positions by which each query is moved.
-        log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
-            sees in its part of the prefix.
-        fit_boost: as in ``FittedQueries``.
-        factors: square root of the number of tokens that each query represents.
-    """
-
-    rotation: KeyRotation
-    rows: Int[Tensor, " queries"]
-    shifts: Int[Tensor, " queries"]
-    log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
-    fit_boost: Float[Tensor, " fitted"]
-    factors: Float[Tensor, " queries"]
-
-
-@dataclass(frozen=True)
-class FittedQueries:
-    """Queries for a fit, with the error weights factor * m / (m + exp(log_later_mass)).
-
-    Here m is the attention mass on the prefix, so that the quotient is the share of the query's
-    attention that goes to the prefix. Protected slots (``protection``) and attention sinks are not
-    fitted: their mass is part of exp(log_later_mass), and m is that of the others. Supervising
-    queries come first, then those of the prefix.
-
-    Args:
-        trace: the trace that the queries come from.
-        supervising: per layer, the supervising queries.
-        moved: queries of the prefix, moved after it; None: there are none.
-        factors: factor of each query.
-        log_later_mass: per layer, for each query, the log of the attention mass on the keys that it
-            sees after the prefix, and on its sink; -inf if all queries count equally.
-        fit_boost: further factors of those queries to which log-bias and values are fitted. They
-            come first; the other queries only select keys.
-        num_unseen: number of the last slots that each query does not see, for queries of the
-            prefix at their original positions; None: every query sees all slots.
-    """
-
-    trace: Trace
-    supervising: Sequence[Float[Tensor, "batch heads supervising _"]]
-    moved: MovedQueries | None
-    factors: Float[Tensor, " queries"]
-    log_later_mass: Sequence[Float[Tensor, "batch heads queries"]]
-    fit_boost: Float[Tensor, " fitted"]
-    num_unseen: Int[Tensor, " queries"] | None = None
-
-    @property
-    def causal(self) -> bool:
-        """Whether the queries are at their original positions, where they do not see all slots."""
-        return self.num_unseen is not None
-
-    @property
-    def num_queries(self) -> int:
-        """The number of positions whose queries select keys."""
-        return len(self.factors)
-
-    @property
-    def num_fitted(self) -> int:
-        """The number of positions to whose queries log-bias and values are fitted."""
-        return len(self.fit_boost)
-
-    def states(
-        self, layer: int, example: int, heads: list[int], count: int
-    ) -> Float[Tensor, "heads count head_dim"]:
-        """The first ``count`` queries of the chosen query heads.
-
-        The queries of the prefix are rotated at every call, instead of being kept in memory.
-        """
-        supervising = self.supervising[layer][example]
-        head_rows = torch.tensor(heads, device=supervising.device)
-        supervising = supervising.index_select(0, head_rows)[:, :count]
-        num_moved = count - supervising.shape[1]
-        if self.moved is None or not num_moved:
-            return supervising
-        prefix_queries = self.trace.layers[layer].prefix_queries[example]
-        past = past_queries(self.trace)
-        if past is not None:
-            past_states = past.states[layer][example].numbers()
-            prefix_queries = torch.cat([prefix_queries, past_states.to(prefix_queries)], dim=1)
-        num_kept = prefix_queries.shape[1]
-        kept_rows = self.moved.rows[:num_moved].to(supervising.device)
-        flat_rows = head_rows.unsqueeze(1) * num_kept + kept_rows  # (heads, num_moved)
-        in_place = prefix_queries.flatten(0, 1).index_select(0, flat_rows.flatten())
-        in_place = in_place.unflatten(0, flat_rows.shape)
-        shifts = self.moved.shifts[:num_moved]
-        number = self.trace.layer_numbers[layer]
-        moved = self.moved.rotation(in_place.unsqueeze(0), number, shifts).squeeze(0)
-        return torch.cat([supervising, moved], dim=1)
-
-
-def past_queries(trace: Trace) -> PastQueries | None:
-    """The queries of tokens in the compact cache; None: there are none."""
-    return None if trace.past is None else trace.past.queries
 
 
 def usual_own_weight(trace: Trace) -> float:
@@ -136,7 +33,7 @@ def fitted_queries(
     by_share: bool,
     part_tokens: int = 256,
     fitted_per_token: float = 1.5,
-) -> FittedQueries:
+) -> list[QuerySet]:
     """The supervising queries, and those of the prefix moved to positions after it.
 
     With supervision "self", the fit uses only the queries of the prefix. They are moved after it,
@@ -156,203 +53,75 @@ def fitted_queries(
     trace = prefix.trace
     if own_weight is None:
         own_weight = usual_own_weight(trace)
-    moved = moved_queries(trace, part_tokens, fitted_per_token) if own_weight else None
-    if moved is None:
-        fitted = _supervising_queries(trace, by_share=by_share)
+    if trace.sources:
+        supervising = [each for each in trace.sources if not each.is_own]
+        moved = [each for each in trace.sources if each.is_own] if own_weight else []
     else:
-        if not by_share:
-            moved = replace(moved, log_later_mass=_no_mass(moved.log_later_mass))
-        if trace.text.supervision == "self":
-            fitted = _moved_alone(trace, moved)
-        else:
-            supervising = _supervising_queries(trace, by_share=by_share)
-            fitted = _with_moved(supervising, moved, own_weight)
+        supervising = [supervising_queries(trace)]
+        moved = _moved_sets(trace, part_tokens, fitted_per_token) if own_weight else []
+    if moved and trace.text.supervision == "self":
+        sets = moved
+    else:
+        total = torch.cat([each.weights for each in supervising]).square().sum()
+        sets = [*supervising, *_weighing(moved, own_weight * float(total))]
     if by_share:
-        fitted = _with_sinks(fitted)
-    return _with_protected_mass(fitted, prefix) if prefix.protected else fitted
+        sets = [_with_sinks(each, trace) for each in sets]
+    else:
+        sets = [replace(each, log_elsewhere=_no_mass(each.log_elsewhere)) for each in sets]
+    return [_with_protected_mass(each, prefix) for each in sets] if prefix.protected else sets
 
 
-def _with_sinks(fitted: FittedQueries) -> FittedQueries:
-    """The queries, where the attention of each includes that to the sink of its head."""
-    masses = []
-    for later, sinks in zip(fitted.log_later_mass, fitted.trace.sinks, strict=True):
-        if sinks is not None:
-            later = torch.logaddexp(later, sinks.to(later).unsqueeze(-1))
-        masses.append(later)
-    return replace(fitted, log_later_mass=masses)
-
-
-def _with_protected_mass(fitted: FittedQueries, prefix: Prefix) -> FittedQueries:
-    """The queries for a fit of the slots that are not protected.
-
-    Queries that see none of these are left out.
-    """
-    trace = prefix.trace
-    last_seen = torch.full([fitted.num_queries], prefix.num_protected - 1)
-    if fitted.num_unseen is not None:
-        fitted, last_seen = _seeing_unprotected(fitted, prefix)
-    masses = []
-    for layer, later in enumerate(fitted.log_later_mass):
-        every_head = list(range(later.shape[1]))
-        states = [
-            fitted.states(layer, example, every_head, fitted.num_queries)
-            for example in range(trace.batch_size)
-        ]
-        keys = prefix.protected[layer].keys
-        scale = trace.layers[layer].scale
-        mass = log_mass(torch.stack(states), keys, scale, last_seen.clamp_min(0))
-        mass[..., last_seen < 0] = -torch.inf
-        masses.append(torch.logaddexp(later, mass))
-    return replace(fitted, log_later_mass=masses)
-
-
-def _seeing_unprotected(
-    fitted: FittedQueries, prefix: Prefix
-) -> tuple[FittedQueries, Int[Tensor, " queries"]]:
-    """Those queries at their original positions that see slots that are not protected, and the
-    last protected slot that each of them sees, or -1.
-    """
-    trace = prefix.trace
-    is_protected = torch.zeros(trace.prefix_len, dtype=torch.long)
-    for start, stop in trace.protected:
-        is_protected[start:stop] = 1
-    num_seen = is_protected.cumsum(0)[trace.prefix_positions]
-    num_after = (1 - is_protected).flip(0).cumsum(0).flip(0) - (1 - is_protected)
-    num_unseen = num_after[trace.prefix_positions]
-    fewest = min(int(layer.present_counts().min()) for layer in prefix.layers)
-    sees = num_unseen < fewest
-    kept = replace(
-        fitted,
-        supervising=[queries[:, :, sees] for queries in fitted.supervising],
-        factors=fitted.factors[sees],
-        log_later_mass=[mass[:, :, sees] for mass in fitted.log_later_mass],
-        fit_boost=fitted.fit_boost[sees],
-        num_unseen=num_unseen[sees],
-    )
-    return kept, num_seen[sees] - 1
-
-
-def _supervising_queries(trace: Trace, *, by_share: bool) -> FittedQueries:
+def supervising_queries(trace: Trace) -> QuerySet:
     """The queries at the supervising positions, which are not moved."""
     is_self = trace.text.supervision == "self"
-    if by_share and not is_self:
-        first_seen = trace.text.supervision_start - trace.prefix_len
-        last_seen = torch.arange(first_seen, trace.suffix_ids.shape[1])
-        log_later_mass = [
+    if is_self:
+        positions = trace.prefix_positions
+        log_elsewhere = _no_mass([queries[..., 0] for queries in trace.queries])
+    else:
+        positions = torch.arange(trace.text.supervision_start, trace.input_ids.shape[1])
+        last_seen = positions - trace.prefix_len
+        log_elsewhere = [
             log_mass(layer.queries, layer.suffix_keys, layer.scale, last_seen)
             for layer in trace.layers
         ]
-    else:
-        log_later_mass = _no_mass([queries[..., 0] for queries in trace.queries])
-    ones = torch.ones(trace.queries[0].shape[2])
-    num_unseen = torch.arange(len(ones)).flip(0) if is_self else None
-    return FittedQueries(
-        trace, trace.queries, None, ones, log_later_mass, fit_boost=ones, num_unseen=num_unseen
+    return QuerySet(
+        states=trace.queries,
+        positions=positions,
+        weights=torch.ones(len(positions)),
+        log_elsewhere=log_elsewhere,
+        num_fitted=len(positions),
+        is_causal=is_self,
     )
 
 
-def _moved_alone(trace: Trace, moved: MovedQueries) -> FittedQueries:
-    """The fit to the moved queries of the prefix alone."""
-    nothing = [queries[:, :, :0] for queries in trace.queries]
-    return FittedQueries(
-        trace, nothing, moved, moved.factors, moved.log_later_mass, fit_boost=moved.fit_boost
-    )
-
-
-def _with_moved(
-    supervising: FittedQueries, moved: MovedQueries, own_weight: float
-) -> FittedQueries:
-    """The supervising queries, followed by the moved queries of the prefix."""
-    num_represented = moved.factors.square().sum()
-    factor = (own_weight * supervising.num_queries / num_represented) ** 0.5
-    masses = zip(supervising.log_later_mass, moved.log_later_mass, strict=True)
-    return replace(
-        supervising,
-        moved=moved,
-        factors=torch.cat([supervising.factors, factor * moved.factors]),
-        log_later_mass=[torch.cat(both, dim=2) for both in masses],
-        fit_boost=torch.cat([supervising.fit_boost, moved.fit_boost]),
-    )
-
-
-class _PlacedQueries(NamedTuple):
-    """The queries of the prefix by part, in the order of the fit."""
-
-    rows: Int[Tensor, " queries"]  # index among the queries that the trace keeps
-    positions: Int[Tensor, " queries"]
-    starts: Int[Tensor, " queries"]  # position at which the query's part begins
-    num_fitted: int  # number of queries to which log-bias and values are fitted
-    num_represented: int  # number of queries that each fitted query represents
-
-
-def moved_queries(trace: Trace, part_tokens: int, fitted_per_token: float) -> MovedQueries | None:
+def own_queries(
+    trace: Trace,
+    part_tokens: int,
+    fitted_per_token: float,
+    positions: Int[Tensor, " sampled"] | None = None,
+) -> QuerySet | None:
     """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
-    A part is a third of the prefix, but at most ``part_tokens``. The result is None if a compact
-    cache holds part of the prefix and no queries of that part were kept, or if the model's keys
-    cannot be moved to other positions.
+    A part is a third of the prefix, but at most ``part_tokens``. Of a compact cache's tokens there
+    are no queries. The result is None if the model's keys cannot be moved to other positions.
+
+    The last part comes first. All positions select keys. If query heads share a KV head, log-bias
+    and values are fitted only to evenly spaced positions, of which at least ``fitted_per_token``
+    queries per token of the prefix remain.
+
+    Args:
+        trace: of the prefix.
+        part_tokens, fitted_per_token: as in ``fitted_queries``.
+        positions: of the queries, kept in the trace; None: at most 4,096 evenly spaced ones.
     """
-    past = past_queries(trace)
-    if trace.past is not None and past is None:
-        return None
-    part_len = min(-(-trace.prefix_len // _LEAST_PARTS), part_tokens)
+    prefix_len = trace.prefix_len
+    part_len = min(-(-prefix_len // _LEAST_PARTS), part_tokens)
     try:
         rotation = KeyRotation(trace.model, part_len)
     except InputError:
         return None
-    placed = _place_by_part(trace, part_len, fitted_per_token)
-    num_new = trace.prefix_len - trace.past_len
-    moved = MovedQueries(
-        rotation=rotation,
-        rows=placed.rows,
-        shifts=trace.prefix_len - placed.starts,
-        log_later_mass=[
-            _mass_of_parts(
-                layer.prefix_queries,
-                layer.slots.keys[:, :, -num_new:],
-                layer.scale,
-                placed,
-                part_len,
-                trace.past_len,
-            )
-            for layer in trace.layers
-        ],
-        fit_boost=torch.full([placed.num_fitted], placed.num_represented**0.5),
-        factors=torch.ones(len(placed.rows)),
-    )
-    return moved if past is None else _with_past(trace, moved, past)
-
-
-def _with_past(trace: Trace, moved: MovedQueries, past: PastQueries) -> MovedQueries:
-    """The moved queries, behind those of the tokens in the compact cache, moved to their place.
-
-    Each of the latter represents as many tokens as are in the cache for every query kept.
-    """
-    num_kept = len(past.positions)
-    if not num_kept:
-        return moved
-    first_row = trace.layers[0].prefix_queries.shape[2]
-    factors = torch.full([num_kept], (trace.past_len / num_kept) ** 0.5)
-    masses = zip(past.log_later_mass, moved.log_later_mass, strict=True)
-    return replace(
-        moved,
-        rows=torch.cat([first_row + torch.arange(num_kept), moved.rows]),
-        shifts=torch.cat([past.place - past.starts, moved.shifts]),
-        log_later_mass=[torch.cat(both, dim=2) for both in masses],
-        fit_boost=torch.cat([torch.ones(num_kept), moved.fit_boost]),
-        factors=torch.cat([factors, moved.factors]),
-    )
-
-
-def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _PlacedQueries:
-    """The queries of the prefix in order: the last part first, fitted queries before the others.
-
-    All positions, at most 4,096, select keys. If query heads share a KV head, log-bias and values
-    are fitted only to evenly spaced positions, of which at least ``fitted_per_token`` queries per
-    token of the prefix remain.
-    """
-    prefix_len = trace.prefix_len
-    positions = trace.past_len + sampled_positions(prefix_len - trace.past_len)
+    if positions is None:
+        positions = trace.past_len + sampled_positions(prefix_len - trace.past_len)
     rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
     part_numbers = (positions - prefix_len) // part_len  # -1 is the last part
     starts = (prefix_len + part_numbers * part_len).clamp_min(trace.past_len)
@@ -365,30 +134,189 @@ def _place_by_part(trace: Trace, part_len: int, fitted_per_token: float) -> _Pla
     places = torch.arange(len(positions))
     is_fitted = places % stride == 0
     order = last_part_first[torch.cat([places[is_fitted], places[~is_fitted]])]
-    return _PlacedQueries(
-        rows[order], positions[order], starts[order], int(is_fitted.sum()), num_represented=stride
+    moved = QuerySet(
+        states=[layer.prefix_queries for layer in trace.layers],
+        positions=positions[order],
+        weights=torch.ones(len(order)),
+        log_elsewhere=[],
+        num_fitted=int(is_fitted.sum()),
+        boost=stride**0.5,
+        rows=rows[order],
+        starts=starts[order],
+        place=prefix_len,
+        rotation=rotation,
     )
+    return replace(moved, log_elsewhere=_mass_of_parts(trace, moved, part_len))
+
+
+def _moved_sets(trace: Trace, part_tokens: int, fitted_per_token: float) -> list[QuerySet]:
+    """The prefix's own queries, after those that were kept of tokens in a compact cache.
+
+    Each of the latter represents as many tokens as are in the cache for every query kept. There are
+    none at all if none were kept, or if they cannot be moved.
+    """
+    kept = None if trace.past is None else trace.past.queries
+    if trace.past is not None and kept is None:
+        return []
+    moved = own_queries(trace, part_tokens, fitted_per_token)
+    if moved is None:
+        return []
+    if kept is None or not len(kept):
+        return [moved]
+    weights = torch.full([len(kept)], (trace.past_len / len(kept)) ** 0.5)
+    return [replace(kept, weights=weights, rotation=moved.rotation), moved]
+
+
+def _weighing(sets: Sequence[QuerySet], total: float) -> list[QuerySet]:
+    """The sets with weights whose squares sum to a total."""
+    if not sets:
+        return []
+    factor = (total / torch.cat([each.weights for each in sets]).square().sum()) ** 0.5
+    return [replace(each, weights=factor * each.weights) for each in sets]
+
+
+def _with_sinks(queries: QuerySet, trace: Trace) -> QuerySet:
+    """The queries, where the mass elsewhere includes that of the sink of each head."""
+    masses = []
+    for elsewhere, sinks in zip(queries.log_elsewhere, trace.sinks, strict=True):
+        if sinks is not None:
+            elsewhere = torch.logaddexp(elsewhere, sinks.to(elsewhere).unsqueeze(-1))
+        masses.append(elsewhere)
+    return replace(queries, log_elsewhere=masses)
+
+
+def _with_protected_mass(queries: QuerySet, prefix: Prefix) -> QuerySet:
+    """The queries for a fit of the slots that are not protected.
+
+    Queries in place that see none of these are left out.
+    """
+    trace = prefix.trace
+    last_seen = torch.full([len(queries)], prefix.num_protected - 1)
+    if queries.is_causal:
+        fewest = min(int(layer.present_counts().min()) for layer in prefix.layers)
+        num_unseen = prefix.num_unprotected_after(queries.positions)
+        sees_any = num_unseen < fewest
+        queries = queries.selected(sees_any.nonzero().squeeze(1))
+        # of all tokens up to the query, those that are not protected are no slots of these keys
+        num_others = trace.prefix_len - prefix.num_protected - num_unseen[sees_any]
+        last_seen = queries.positions - num_others
+    masses = []
+    for index, layer in enumerate(trace.layers):
+        states = queries.of_layer(index, layer.number)
+        keys = prefix.protected[index].keys
+        mass = log_mass(states, keys, layer.scale, last_seen.clamp_min(0))
+        mass[..., last_seen < 0] = -torch.inf
+        masses.append(torch.logaddexp(queries.log_elsewhere[index], mass))
+    return replace(queries, log_elsewhere=masses)
+
+
+@dataclass(frozen=True)
+class PartQueries:
+    """The queries to which the slots of each part of a prefix are fitted.
+
+    These are all queries whose text is the part's. Of the others, evenly spaced ones among those
+    that are fitted to are used, each with the weight of those that it represents. The other parts'
+    slots are like text after the prefix: their mass is elsewhere.
+
+    Args:
+        queries: to which the whole prefix is fitted.
+        of_prefix: for each of them, per layer, the log of its attention mass on the whole prefix.
+        stride: every how many of the other parts' queries one is used.
+    """
+
+    queries: Sequence[QuerySet]
+    of_prefix: Sequence[Sequence[Float[Tensor, "batch heads queries"]]]
+    stride: int
+
+    @classmethod
+    def of(
+        cls, prefix: Prefix, num_parts: int, queries: Sequence[QuerySet], *, sampled: float
+    ) -> "PartQueries":
+        """The queries for a number of parts.
+
+        Args:
+            prefix: what is compressed.
+            num_parts: of the prefix.
+            queries: of ``fitted_queries``.
+            sampled: number of the others' queries, relative to those of the part.
+        """
+        if num_parts == 1:
+            return cls(queries, [], 0)
+        stride = max(1, round((num_parts - 1) / sampled))
+        return cls(queries, [_mass_on(prefix, each) for each in queries], stride)
+
+    def part(self, segment: Prefix) -> list[QuerySet]:
+        """The queries for a part of ``Prefix.parts``."""
+        if segment.tokens is None:
+            return list(self.queries)
+        start, stop = segment.tokens
+        chosen: list[QuerySet] = []
+        for each, masses in zip(self.queries, self.of_prefix, strict=True):
+            positions = each.positions if each.repeated is None else each.repeated
+            is_inside = (positions >= start) & (positions < stop)
+            numbers = torch.arange(len(each))
+            is_sampled = (numbers % self.stride == 0) & (numbers < each.num_fitted)
+            rows = (is_inside | is_sampled).nonzero().squeeze(1)
+            if not len(rows):
+                continue
+            some = each.selected(rows)
+            weights = torch.where(is_inside[rows], 1.0, self.stride**0.5) * some.weights
+            of_rows = [mass.index_select(2, rows.to(mass.device)) for mass in masses]
+            chosen.append(_with_other_parts(segment, replace(some, weights=weights), of_rows))
+        return chosen
+
+
+def _mass_on(prefix: Prefix, queries: QuerySet) -> list[Float[Tensor, "batch heads queries"]]:
+    """Per layer, the log of each query's attention mass on all slots of a prefix."""
+    masses = []
+    for index, layer in enumerate(prefix.trace.layers):
+        keys = prefix.layers[index].keys
+        last_seen = torch.full([len(queries)], keys.shape[2] - 1)
+        states = queries.of_layer(index, layer.number)
+        masses.append(log_mass(states, keys, layer.scale, last_seen))
+    return masses
+
+
+def _with_other_parts(
+    segment: Prefix, queries: QuerySet, of_text: Sequence[Float[Tensor, "batch heads queries"]]
+) -> QuerySet:
+    """The queries for a fit of one part's slots.
+
+    Args:
+        segment: part of the prefix.
+        queries: for a fit of the whole prefix.
+        of_text: per layer, the log of each query's mass on the whole prefix.
+    """
+    masses = []
+    of_layers = zip(queries.log_elsewhere, of_text, _mass_on(segment, queries), strict=True)
+    for elsewhere, of_prefix, of_part in of_layers:
+        share = (of_part - of_prefix).clamp_max(-1e-6)  # rounding makes it larger than all
+        of_others = of_prefix + torch.log1p(-share.exp())
+        masses.append(torch.logaddexp(elsewhere, of_others))
+    return replace(queries, log_elsewhere=masses)
 
 
 def _mass_of_parts(
-    queries: Float[Tensor, "batch heads kept head_dim"],
-    keys: Float[Tensor, "batch kv_heads prefix head_dim"],
-    scale: float,
-    placed: _PlacedQueries,
-    part_len: int,
-    first_position: int,
-) -> Float[Tensor, "batch heads queries"]:
-    """The log of each query's attention mass on the keys that it sees in its part of the prefix."""
-    batch, heads = queries.shape[:2]
-    masses = at_least_float32(queries.new_empty(batch, heads, len(placed.rows)))
-    for start in placed.starts.unique().tolist():
-        is_in_part = placed.starts == start
-        first_key = start - first_position
-        part_keys = keys[:, :, first_key : first_key + part_len]
-        part_queries = queries.index_select(2, placed.rows[is_in_part].to(queries.device))
-        last_seen = placed.positions[is_in_part] - start
-        masses[:, :, is_in_part] = log_mass(part_queries, part_keys, scale, last_seen)
-    return masses
+    trace: Trace, moved: QuerySet, part_len: int
+) -> list[Float[Tensor, "batch heads queries"]]:
+    """Per layer, the log of each query's attention mass on the keys of its part that it sees."""
+    num_new = trace.prefix_len - trace.past_len
+    rows: Tensor = moved.rows  # type: ignore[assignment]
+    starts: Tensor = moved.starts  # type: ignore[assignment]
+    of_layers = []
+    for layer in trace.layers:
+        queries = layer.prefix_queries
+        keys = layer.slots.keys[:, :, -num_new:]
+        masses = at_least_float32(queries.new_empty(*queries.shape[:2], len(moved)))
+        for start in starts.unique().tolist():
+            is_in_part = starts == start
+            first_key = start - trace.past_len
+            part_keys = keys[:, :, first_key : first_key + part_len]
+            part_queries = queries.index_select(2, rows[is_in_part].to(queries.device))
+            last_seen = moved.positions[is_in_part] - start
+            masses[:, :, is_in_part] = log_mass(part_queries, part_keys, layer.scale, last_seen)
+        of_layers.append(masses)
+    return of_layers
 
 
 def _no_mass(

@@ -63,7 +63,7 @@ class Objective:
         whitening: maps a change of score per feature to a change of key.
         mean_query: what is subtracted before the whitening; None: nothing, and no log-bias.
         start_scores: scores of the start.
-        weights, outputs, log_later_mass: of each query, the outputs times their weights.
+        weights, outputs, log_elsewhere: of each query, the outputs times their weights.
         share: p_i.
         share_weights: c f_i.
         scale: s.
@@ -79,7 +79,7 @@ class Objective:
     start_scores: Float[Tensor, "heads queries slots"]
     weights: Float[Tensor, "heads queries"]
     outputs: Float[Tensor, "heads queries value_dim"]
-    log_later_mass: Float[Tensor, "heads queries"]
+    log_elsewhere: Float[Tensor, "heads queries"]
     share: Float[Tensor, "heads queries"]
     share_weights: Float[Tensor, "heads queries"]
     scale: Float[Tensor, "heads slots 1"]
@@ -110,7 +110,7 @@ class Objective:
         """
         num_fitted = dense.weights.shape[1]
         queries = batch.queries[:, :num_fitted]
-        later = batch.log_later_mass[:, :num_fitted]
+        later = batch.log_elsewhere[:, :num_fitted]
         share = (dense.log_mass - later).sigmoid()
         squares = dense.weights.square()
         norm = dense.outputs.square().sum((1, 2)).clamp_min(_TINY)
@@ -143,7 +143,7 @@ class Objective:
             start_scores=start_scores,
             weights=dense.weights,
             outputs=dense.outputs,
-            log_later_mass=later,
+            log_elsewhere=later,
             share=share,
             share_weights=mean_output.unsqueeze(1) * factors,
             scale=scale,
@@ -166,7 +166,7 @@ class Objective:
         attention = scores.sub_(log_mass.unsqueeze(-1)).exp_()
         change, residual, is_solved = self._best_change(attention * self.weights.unsqueeze(-1))
         values = self.start.values + change
-        share = (log_mass - self.log_later_mass).sigmoid()
+        share = (log_mass - self.log_elsewhere).sigmoid()
         share_error = self.share_weights * (share - self.share)
         value = residual.square().sum((1, 2)) + share_error.square().sum(1)
         value = value + self.value_pull * change.square().sum((1, 2))
@@ -251,7 +251,7 @@ def refine_layers(
     Raises:
         InputError: queries of the prefix at their original positions, which do not see all of it.
     """
-    if heads.fitted.causal:
+    if heads.is_causal:
         raise InputError(
             "refinement needs queries at positions after the prefix. A prefix alone has them with "
             "preset=stable, if the model's keys rotate with their position: use attention-matching"

@@ -31,10 +31,10 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
     Raises:
         InputError: a trace with supervision "self" of a model whose queries cannot be moved.
     """
-    fitted_to = fitted_queries(Prefix.of(trace), 1.0, by_share=True)
-    if fitted_to.causal:
+    prefix = Prefix.of(trace)
+    heads = Heads(prefix, fitted_queries(prefix, 1.0, by_share=True), None, _GROUP_ELEMENTS)
+    if heads.is_causal:
         raise InputError("the trace has no queries after its prefix to fit to")
-    heads = Heads(Prefix.of(trace), fitted_to, None, _GROUP_ELEMENTS)
     dense: dict[HeadIndex, DenseAttention] = {}
     for group in heads.groups_for_scores():
         attention = dense_attention(heads.load(group))

@@ -1,6 +1,6 @@
 """Compressors by name: those of this package, the presses of kvpress, and plug-ins."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -55,14 +55,21 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
 
 def seeded_compressor(name: str, options: Mapping[str, Any], seed: int) -> Compressor:
     """The compressor, with this seed if the method is randomised and its options name no seed."""
-    if takes_seed(name, options):
-        return make_compressor(name, **options, seed=seed)
-    return make_compressor(name, **options)
+    ((_, compressor),) = seeded_compressors(name, options, [seed])
+    return compressor
 
 
-def takes_seed(name: str, options: Mapping[str, Any]) -> bool:
-    """Whether the compressor is randomised and its options do not name a seed."""
-    return make_compressor(name, **options).draws and "seed" not in options
+def seeded_compressors(
+    name: str, options: Mapping[str, Any], seeds: Iterable[int]
+) -> list[tuple[int | None, Compressor]]:
+    """The compressor with every seed; once, with None, if no seed would change its result.
+
+    That is a method that is not randomised, or whose options name a seed.
+    """
+    compressor = make_compressor(name, **options)
+    if "seed" in options or not compressor.draws:
+        return [(None, compressor)]
+    return [(seed, make_compressor(name, **options, seed=seed)) for seed in seeds]
 
 
 def _plugin(name: str) -> type[Compressor] | type[Scorer]:

@@ -17,10 +17,10 @@ from kvcat.cache import (
     first_ids,
 )
 from kvcat.cache.ranges import Range, slot_positions
-from kvcat.choices import Supervision
-from kvcat.compress.rows import Rows
+from kvcat.compress.query_set import QuerySet
 from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
+from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
@@ -96,55 +96,20 @@ class LayerTrace:
 
 
 @dataclass(frozen=True)
-class PastQueries:
-    """Queries of tokens that a compact cache represents, kept since these tokens ran.
-
-    They are kept with their attention to the text behind the cache, as it was when each token of
-    that text was exact: a compression does not change what the next one is fitted to. Protected
-    tokens are not part of this attention.
-
-    Args:
-        positions: of the tokens, ascending.
-        starts: position at which the part of each query begins (``queries.MovedQueries``).
-        states: per layer, the queries after rotation at their positions, (batch, heads, kept,
-            head_dim).
-        log_later_mass: per layer, the log of each query's attention mass on the keys of its part.
-        place: position to which the parts are moved for ``log_mass`` and ``outputs``; no token of
-            the cache is behind it.
-        log_mass: per layer, the log of each query's attention mass on the tokens of the cache.
-        outputs: per layer, each query's attention over these tokens, (batch, heads, kept,
-            value_dim).
-    """
-
-    positions: Int[Tensor, " kept"]
-    starts: Int[Tensor, " kept"]
-    states: Sequence[Rows]
-    log_later_mass: Sequence[Float[Tensor, "batch _ kept"]]
-    place: int
-    log_mass: Sequence[Float[Tensor, "batch _ kept"]]
-    outputs: Sequence[Rows]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the queries, their masses and their outputs."""
-        of_rows = sum(rows.nbytes for rows in [*self.states, *self.outputs])
-        return of_rows + sum(mass.nbytes for mass in [*self.log_later_mass, *self.log_mass])
-
-
-@dataclass(frozen=True)
 class Past:
     """The compact cache from which a forward pass continued.
 
     Args:
         num_tokens: that the cache represents.
         protected: ranges of its protected tokens, whose slots are its first ones.
-        queries: of its tokens, to which the fit returns; None: none were kept, and queries of the
-            prefix are not fitted to.
+        queries: kept of its tokens, with their attention to them as it was when each was exact, so
+            that a compression does not change what the next one is fitted to; None: none were kept,
+            and queries of the prefix are not fitted to.
     """
 
     num_tokens: int
     protected: tuple[Range, ...] = ()
-    queries: PastQueries | None = None
+    queries: QuerySet | None = None
 
 
 @dataclass(frozen=True)
@@ -166,6 +131,8 @@ class Trace:
         protected: ranges of tokens whose slots every compressor keeps (``protecting``), ascending.
         states: of the layers that are not compressed, after the prefix, by number of the layer
             (``CompactCache``).
+        sources: queries of the parts of a long prefix, repeated after it, and the prefix's own
+            (``trace_in_parts``); (): all queries are those of ``layers``.
     """
 
     model: PreTrainedModel
@@ -177,6 +144,7 @@ class Trace:
     past: Past | None = None
     protected: tuple[Range, ...] = ()
     states: Mapping[int, LayerState] = field(default_factory=dict)
+    sources: Sequence[QuerySet] = ()
 
     @property
     def input_ids(self) -> Int[Tensor, "batch tokens"]:
@@ -333,6 +301,11 @@ class Trace:
             raise InputError(
                 "a trace with supervision='self' has no predictions after its prefix: trace a "
                 "suffix or a reconstruction sequence, or use AttentionMatching"
+            )
+        if self.sources:
+            raise InputError(
+                f"the {self.prefix_len} tokens were repeated in parts, without predictions of one "
+                "repetition: trace them with in_parts=False, or use AttentionMatching"
             )
 
 

@@ -20,8 +20,6 @@ from kvcat.cache import (
     rope_factors,
     state_layers,
 )
-from kvcat.choices import Supervision
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.compress.trace import (
     LayerTrace,
     Past,
@@ -31,8 +29,9 @@ from kvcat.compress.trace import (
     sampled_positions,
 )
 from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
-from kvcat.memory import return_freed_memory
+from kvcat.memory import CHUNK_TOKENS, return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
+from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 _TAIL = 32  # number of last prefix positions whose queries are always kept
@@ -79,23 +78,43 @@ def trace(
     check_least(1, chunk_tokens=chunk_tokens)
     check_least(0, room=0 if room is None else room)
     text = _traced_text(input_ids, prefix_len, supervision)
+    num_tokens = text.input_ids.shape[1]
+    check_positions(model.config, num_tokens, text.prefix_len, text.supervision)
+    is_followed = text.supervision not in ("self", "reconstruction")
+    expected_len = num_tokens if is_followed and room is None else text.prefix_len + (room or 0)
+    text = replace(text, rope=rope_factors(model.config, expected_len), room=room)
+    layers = split_layers(model, max(num_tokens, expected_len), past)
+    past_len = 0 if past is None else _check_past(past, model, text)
+    kept = _kept_positions(past_len, text.prefix_len, every=text.supervision == "self")
+    return read(model, text, layers, kept, past=past, chunk_tokens=chunk_tokens)
+
+
+def read(
+    model: PreTrainedModel,
+    text: TracedText,
+    layers: tuple[list[int], list[int]],
+    prefix_positions: Int[Tensor, " kept"],
+    *,
+    past: CompactCache | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> Trace:
+    """The trace of a forward pass; arguments were checked.
+
+    Args:
+        model: as in ``trace``.
+        text: all tokens with their roles.
+        layers: of ``split_layers``.
+        prefix_positions: of the prefix, whose queries are kept.
+        past, chunk_tokens: as in ``trace``.
+    """
+    whole, compressed = layers
     prefix_len = text.prefix_len
     num_tokens = text.input_ids.shape[1]
-    check_positions(model.config, num_tokens, prefix_len, text.supervision)
-    is_followed = text.supervision not in ("self", "reconstruction")
-    expected_len = num_tokens if is_followed and room is None else prefix_len + (room or 0)
-    whole, compressed = _split_layers(model, max(num_tokens, expected_len), past)
-    text = replace(text, rope=rope_factors(model.config, expected_len), room=room)
     past_len = 0
     continued: Past | None = None
     past_bias: list[Float[Tensor, "batch _ _"] | None] = [None] * len(compressed)
     if past is not None:
-        if past.record.protected_later:
-            raise InputError(
-                "past has protected slots behind others, of a later document or of a session's "
-                "last tokens, which compression would not keep"
-            )
-        past_len = _check_past(past, model, text)
+        past_len = past.num_tokens
         continued = Past(past_len, past.record.protected)
         padded = [layer.padded() for layer in past.layers]
         past_bias = [layer.log_bias for layer in padded]
@@ -104,7 +123,6 @@ def trace(
             record = past.record
             text = replace(text, chat=record.chat, chat_template=record.chat_template)
     reads_itself = text.supervision == "self"
-    prefix_positions = _kept_positions(past_len, prefix_len, every=reads_itself)
     query_positions = prefix_positions
     if not reads_itself:
         supervising = torch.arange(text.supervision_start, num_tokens)
@@ -129,7 +147,7 @@ def trace(
             layers=compressed,
         )
     _check_finite(model, captured)
-    layers = _layer_traces(
+    traced_layers = _layer_traces(
         captured,
         compressed,
         past_bias,
@@ -143,7 +161,7 @@ def trace(
         model=model,
         fingerprint=fingerprint(model),
         text=text,
-        layers=layers,
+        layers=traced_layers,
         prefix_positions=prefix_positions,
         hidden=captured.hidden,
         past=continued,
@@ -278,6 +296,11 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
 
 def _check_past(past: CompactCache, model: PreTrainedModel, text: TracedText) -> int:
     """The tokens in a compact cache, which must be the first ones of the text."""
+    if past.record.protected_later:
+        raise InputError(
+            "past has protected slots behind others, of a later document or of a session's "
+            "last tokens, which compression would not keep"
+        )
     prefix_len = text.prefix_len
     past.check_model(model)
     if past.rotary_factors(model) != text.rope:
@@ -297,7 +320,7 @@ def _check_past(past: CompactCache, model: PreTrainedModel, text: TracedText) ->
     return past.num_tokens
 
 
-def _split_layers(
+def split_layers(
     model: PreTrainedModel, num_tokens: int, past: CompactCache | None
 ) -> tuple[list[int], list[int]]:
     """The layers whose state is kept whole, and those that are compressed.

@@ -16,8 +16,8 @@ from kvcat.compress import (
     split_supervision,
     supervised_kl,
 )
-from kvcat.compress.document_cache import compress_trace, document_compressor
-from kvcat.compress.documents import sequence_trace
+from kvcat.compress.document_cache import compress_trace, read_document
+from kvcat.compress.parts import num_positions_in_parts
 from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import CorpusDocument
@@ -36,7 +36,6 @@ class EncodedDocument:
     """A document as token ids.
 
     Args:
-        document: the document.
         sequence: its token ids, on the CPU; None if there is a problem.
         problem: why it cannot be encoded.
         supervision: that of its cache.
@@ -66,8 +65,8 @@ def encode_document(
 ) -> EncodedDocument:
     """The document as token ids, or why that is not possible.
 
-    A document that fits into the model's positions alone, but not with a copy of it, gets the
-    supervision "self", unless the settings need the copy.
+    A document that fits into the model's positions alone, but not with a part of it repeated, gets
+    the supervision "self", unless the settings need the copy.
     """
     if document.reason is not None:
         return EncodedDocument(document, problem=document.reason)
@@ -76,7 +75,7 @@ def encode_document(
     except InputError as error:
         return EncodedDocument(document, problem=str(error))
     supervision = settings.supervision
-    is_too_long = sequence.input_ids.shape[1] > positions >= sequence.prefix_len
+    is_too_long = num_positions_in_parts(sequence, positions) > positions >= sequence.prefix_len
     if is_too_long and settings.learner is None:
         supervision = "self"
     return EncodedDocument(document, sequence, supervision=supervision)
@@ -102,7 +101,6 @@ class CorpusCompressor:
         self.tokenizer = tokenizer
         self.settings = settings
         self.storage = storage
-        self._compressor = document_compressor(settings)
         self._document = DocumentSettings.of(settings)
         self._about: dict[str, Any] = {
             "method": settings.method,
@@ -133,7 +131,10 @@ class CorpusCompressor:
             if len(usable) > 1:
                 missing = [encoded for encoded in usable if not encoded.is_made]
                 return [row for encoded in missing for row in self([encoded])]
-            return [self._failed(encoded, _reason(error)) for encoded in usable]
+            reason = "the device has not enough memory for the document"
+            if isinstance(error, InputError):
+                reason = str(error)
+            return [self._failed(encoded, reason) for encoded in usable]
         self.settings.check_budgets()  # it may have changed while the method read it
         missing = []
         for encoded, (cache, kl) in zip(usable, caches, strict=True):
@@ -149,12 +150,9 @@ class CorpusCompressor:
         """The cache of every document with its KL on held-out positions, if that is measured."""
         sequences = [encoded.sequence for encoded in batch if encoded.sequence is not None]
         input_ids = torch.cat([sequence.input_ids for sequence in sequences])
-        trace = sequence_trace(
-            self.model,
-            replace(sequences[0], input_ids=input_ids),
-            supervision=batch[0].supervision,
-            room=self.settings.room,
-        )
+        settings = replace(self.settings, supervision=batch[0].supervision)
+        sequence = replace(sequences[0], input_ids=input_ids)
+        trace = read_document(self.model, sequence, settings, self.settings.compressor)
         together = self._compress(trace).to("cpu")
         kls = self._held_out_kls(trace) if self.settings.check else [None] * len(batch)
         for index, encoded in enumerate(batch):
@@ -164,7 +162,7 @@ class CorpusCompressor:
             yield replace(cache, record=record), kls[index]
 
     def _compress(self, trace: Trace) -> CompactCache:
-        return compress_trace(trace, self._compressor, self._document)
+        return compress_trace(trace, self.settings.compressor, self._document)
 
     def _held_out_kls(self, trace: Trace) -> list[float | None]:
         """KL(dense || compact) per document at the last quarter of the supervising positions.
@@ -196,10 +194,3 @@ class CorpusCompressor:
     def _failed(self, encoded: EncodedDocument, error: str) -> Row:
         document = encoded.document
         return Row.failed(document.id, document.checksum, error, self._about)
-
-
-def _reason(error: Exception) -> str:
-    """Why a document has no cache, on one line."""
-    if not isinstance(error, InputError):
-        return "the device has not enough memory for the document"
-    return str(error)

@@ -3,13 +3,13 @@
 import hashlib
 import io
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 import pyarrow
-from pyarrow import parquet
+from pyarrow import compute, parquet
 
 from kvcat.corpus.storage import Storage
 from kvcat.errors import InputError, one_line
@@ -18,6 +18,11 @@ from kvcat.files import CHECKSUM, NO_SEAL, check_record, check_seal, parse_jsonl
 MANIFEST = "manifest.parquet"
 JOURNAL = "journal"
 CACHES = "caches"
+# Hashes make most of a manifest, and they hardly compress: a real one grows to ten times its size.
+_MOST_GROWTH = 100
+_SMALL = 1 << 26  # bytes that any manifest may need
+_ROW_BYTES = 1024  # of a row in memory, without its texts
+_BATCH_ROWS = 1024
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,12 @@ SCHEMA = pyarrow.schema(
 )
 """The columns of ``manifest.parquet``, in the order of ``Row``."""
 
+_TEXTS = [column.name for column in SCHEMA if column.type == pyarrow.string()]
+# as a dictionary, a text that many rows share is in memory once
+_SHARED = pyarrow.dictionary(pyarrow.int32(), pyarrow.string())
+_READ_SCHEMA = pyarrow.schema(
+    [(column.name, _SHARED if column.name in _TEXTS else column.type) for column in SCHEMA]
+)
 _MAY_BE_NONE = ("tokens", "slots", "bytes", "kl", "supervision", "file", "error")
 _PYTHON_TYPES = {
     pyarrow.string(): (str,),
@@ -171,10 +182,39 @@ def manifest_rows(storage: Storage) -> list[Row]:
     name = f"{storage.address}/{MANIFEST}"
     check_seal(content, name)
     try:
-        records = parquet.read_table(io.BytesIO(content)).to_pylist()
-        return [Row.of(record) for record in records]
+        return [Row.of(record) for record in _records(content)]
     except (pyarrow.ArrowException, ValueError, OSError) as error:
         raise InputError(f"{name} is damaged: {one_line(error)}") from None
+
+
+def _records(content: bytes) -> Iterator[dict[str, Any]]:
+    """The records of a manifest; ``ValueError`` as soon as they are too large for their file."""
+    table = parquet.ParquetFile(io.BytesIO(content), read_dictionary=_TEXTS)
+    if not table.schema_arrow.equals(_READ_SCHEMA):
+        raise ValueError("its columns are not those of a manifest")
+    most = _SMALL + _MOST_GROWTH * len(content)
+    metadata = table.metadata
+    unpacked = sum(
+        metadata.row_group(group).column(column).total_uncompressed_size
+        for group in range(metadata.num_row_groups)
+        for column in range(metadata.num_columns)
+    )
+    size = 0
+    if max(unpacked, metadata.num_rows * _ROW_BYTES) <= most:
+        for batch in table.iter_batches(_BATCH_ROWS, use_threads=False):
+            size += len(batch) * _ROW_BYTES + sum(map(_text_bytes, batch.select(_TEXTS).columns))
+            if size > most:
+                break
+            yield from batch.cast(SCHEMA).to_pylist()
+        else:
+            return
+    raise ValueError(f"its rows need more than {most >> 20} MiB")
+
+
+def _text_bytes(column: Any) -> int:
+    """The bytes of a column's texts, those of equal ones counted each time."""
+    lengths = compute.binary_length(column.dictionary).take(column.indices)
+    return compute.sum(lengths, min_count=0).as_py()
 
 
 def journal_rows(storage: Storage, name: str) -> list[Row]:
@@ -184,4 +224,4 @@ def journal_rows(storage: Storage, name: str) -> list[Row]:
     try:
         return [Row.of(record) for record in records]
     except ValueError as error:
-        raise InputError(f"{path} is damaged: a line is no row: {one_line(error)}") from None
+        raise InputError(f"{path} is damaged: a line is not a row: {one_line(error)}") from None

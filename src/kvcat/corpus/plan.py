@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.corpus.compressor import EncodedDocument
 from kvcat.corpus.sources import Corpus, CorpusDocument
+from kvcat.memory import CHUNK_TOKENS
 
 WINDOW_DOCUMENTS = 1024
 WINDOW_CHARACTERS = 1 << 24

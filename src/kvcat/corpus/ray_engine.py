@@ -4,7 +4,7 @@ Scheduling, retries of lost work and the number of actors are Ray Data's.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,8 +127,12 @@ def compress_on_ray(
         size = missing_in(writer.has, corpus)
         batches = list(planned_batches(corpus.documents(), encode, writer.has))
         most = workers or num_devices(device)
+        texts = [
+            json.dumps([_record(encoded.document, encoded.is_made) for encoded in batch])
+            for batch in batches
+        ]
         data = ray.data.from_items(
-            [{_BATCH: _as_json(batch)} for batch in batches],
+            [{_BATCH: text} for text in texts],  # Ray passes texts to other processes
             override_num_blocks=max(1, min(len(batches), _MOST_BLOCKS)),
         ).map_batches(
             RayCompressor,
@@ -145,11 +149,6 @@ def _identity(model: str, device: str, dtype: str) -> dict[str, str]:
     """The name and fingerprint of a model, computed on the cluster."""
     loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
     return {"model": model_name(loaded), "fingerprint": fingerprint(loaded)}
-
-
-def _as_json(batch: Sequence[EncodedDocument]) -> str:
-    """A batch as a text, which Ray passes to another process."""
-    return json.dumps([_record(encoded.document, encoded.is_made) for encoded in batch])
 
 
 def _record(document: CorpusDocument, is_made: bool) -> dict[str, Any]:

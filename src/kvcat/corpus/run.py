@@ -144,8 +144,6 @@ def record_rows(
     """Write the rows of finished batches to the store's log, and count them.
 
     Args:
-        writer: of the store.
-        size: of the corpus.
         batches: documents of each batch with their rows.
         show_progress: show a bar on standard error.
     """
@@ -171,7 +169,6 @@ class CorpusBar:
     The time left follows from characters, because documents come in the order of their length.
 
     Args:
-        size: of the corpus.
         shown: False shows nothing.
     """
 

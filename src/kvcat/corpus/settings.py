@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from kvcat.compress import Compressor
 from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
 from kvcat.compress.document_cache import document_compressor
 from kvcat.errors import InputError
@@ -33,13 +35,20 @@ class CorpusSettings(CacheSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        document_compressor(self)  # its options are checked
+        self.compressor  # noqa: B018 its options are checked, before a corpus is read
         object.__setattr__(self, "budgets", budget_digests(self.method))
+
+    @cached_property
+    def compressor(self) -> Compressor:
+        """The method with its options, bits and seed."""
+        return document_compressor(self)
 
     @property
     def learner(self) -> str | None:
         """What needs the copy of a document that follows it in reconstruction, if anything."""
-        return "check" if self.check else super().learner
+        if self.check:
+            return "check"
+        return self.method if self.compressor.needs_predictions else None
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise an ``InputError`` if documents need a chat template that the tokenizer lacks."""
@@ -65,7 +74,7 @@ class CorpusSettings(CacheSettings):
         return values
 
     def check_budgets(self) -> None:
-        """Raise an ``InputError`` if a file of budgets is no longer what it was."""
+        """Raise an ``InputError`` if a file of budgets has changed."""
         if budget_digests(self.method) != self.budgets:
             files = ", ".join(budget_files(self.method))
             raise InputError(
@@ -78,7 +87,6 @@ def check_same(address: str, recorded: Mapping[str, Any], wanted: Mapping[str, A
     """Raise an ``InputError`` that names the first setting in which a store differs.
 
     Args:
-        address: of the store.
         recorded: settings of the store.
         wanted: settings to compare; a "fingerprint" among them decides about the model, whose name
             does not count.

@@ -60,7 +60,6 @@ class Content(NamedTuple):
 
     Args:
         checksum: hash of the text.
-        num_characters: its length.
     """
 
     checksum: str
@@ -72,7 +71,6 @@ class Corpus:
     """A corpus that was read once: no id occurs twice, and some document has a text.
 
     Args:
-        files: its files.
         contents: contents of all documents, by id.
     """
 
@@ -134,7 +132,7 @@ def corpus_files(
     if not source.strip():
         raise InputError("the name of the corpus is empty: name a folder, a file or hub:NAME")
     if source == "installed" or source.startswith("stream:"):
-        raise InputError(f"{source} is no corpus: name a folder, a file or hub:NAME")
+        raise InputError(f"{source} is not a corpus: name a folder, a file or hub:NAME")
     is_local = not source.startswith(HUB_PREFIX) and store != "" and "://" not in store
     if is_local and full_path(store).is_relative_to(full_path(source)):
         raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
@@ -142,7 +140,7 @@ def corpus_files(
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
     if Path(source).expanduser().is_file() and not source.endswith(known):
         raise InputError(
-            f"{source} is no corpus: rows are in .jsonl or .parquet files, one document each in "
+            f"{source} is not a corpus: rows are in .jsonl or .parquet files, one document each in "
             f"text files ({', '.join(SUFFIXES['text'])})"
         )
     columns = (text_column, id_column)
@@ -158,7 +156,7 @@ def corpus_files(
 
 
 def left_out(source: str, files: Sequence[SourceFile]) -> list[Path]:
-    """The files of a corpus' folder that are no documents because of their kind, without hidden
+    """The files of a corpus' folder of kinds that are not documents, without hidden
     ones.
     """
     folder = Path(source).expanduser()

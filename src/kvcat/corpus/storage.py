@@ -95,9 +95,6 @@ class LocalStorage(Storage):
 
     No link in the folder is followed, because somebody else may have made it; the folder itself may
     be a link.
-
-    Args:
-        root: the folder; it need not exist.
     """
 
     def __init__(self, root: Path) -> None:
@@ -147,7 +144,7 @@ class LocalStorage(Storage):
         while not folder.exists() and folder != folder.parent:
             folder = folder.parent
         if not folder.is_dir():
-            raise InputError(f"store {self.root}: {folder} is no folder")
+            raise InputError(f"store {self.root}: {folder} is not a folder")
         if not os.access(folder, os.W_OK | os.X_OK):
             raise InputError(f"store {self.root}: no permission to write to {folder}")
 

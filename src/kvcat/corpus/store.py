@@ -163,7 +163,6 @@ class StoreWriter:
         """Whether the store had the cache of a text under an id when it was opened.
 
         Args:
-            id: of the document.
             checksum: of its text.
         """
         row = self.rows.get(id)

@@ -76,9 +76,8 @@ class Document:
     """A text with a name that does not depend on the machine.
 
     Args:
-        id: the name.
         text: all of it.
-        text_id: the name of the longer text that this is a piece of; "": it is no piece.
+        text_id: the name of the longer text that this is a piece of; "": it is not a piece.
     """
 
     id: str
@@ -297,7 +296,7 @@ def row_columns(
     """The columns of a row, and whether bytes that are not UTF-8 became U+FFFD.
 
     Raises:
-        InputError: a line that is no JSON object.
+        InputError: a line that is not a JSON object.
     """
     if isinstance(values, dict):
         return values, False
@@ -309,7 +308,7 @@ def row_columns(
     except (ValueError, RecursionError) as error:
         raise InputError(f"{where} is not JSON: {error}") from None
     if not isinstance(columns, dict):
-        raise InputError(f"{where} is no JSON object")
+        raise InputError(f"{where} is not a JSON object")
     return columns, is_damaged
 
 
@@ -329,7 +328,7 @@ def _document(values: dict[str, Any] | bytes, row: int, file: SourceFile) -> Doc
     if not isinstance(text, str):
         kind = type(text).__name__
         raise InputError(f"column {file.text_field!r} of {file.url} holds {kind}, not text")
-    text = text.removeprefix("\ufeff")  # a byte order mark is no part of the text
+    text = text.removeprefix("\ufeff")  # a byte order mark is not part of the text
     if not text:
         return None
     recorded_id = columns.get(file.id_field)

@@ -13,10 +13,10 @@ import numpy as np
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.choices import Bos
 from kvcat.data.documents import Document
 from kvcat.data.split import name_seed
 from kvcat.errors import InputError, check_least
+from kvcat.options import Bos
 from kvcat.text.encoder import as_text, control_tokens, opening_ids, unknown_id
 
 # where tokenizers differ: scripts, digits, blanks, contractions, code, combining marks, an emoji

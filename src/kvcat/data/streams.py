@@ -19,13 +19,13 @@ import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.choices import Bos
 from kvcat.data.documents import Document, Source, Stripe, open_source, read_documents
 from kvcat.data.packing import Encoder, excerpts, pack
 from kvcat.data.split import split_of, training_splits
 from kvcat.data.token_files import TokenTable, is_token_folder, open_token_folder
 from kvcat.errors import InputError
 from kvcat.hub import HUB_PREFIX
+from kvcat.options import Bos
 from kvcat.types import Int, Tensor
 
 EMPTY_EPOCHS = 100

@@ -21,7 +21,6 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 import kvcat
-from kvcat.choices import Bos
 from kvcat.data.documents import (
     INSTALLED,
     READ_WHOLE,
@@ -44,7 +43,7 @@ from kvcat.files import (
     write_json,
 )
 from kvcat.hub import HUB_PREFIX
-from kvcat.options import typed_fields
+from kvcat.options import Bos, typed_fields
 from kvcat.types import Int
 
 FORMAT = "kvcat tokens"
@@ -82,8 +81,6 @@ class TokenTable:
     """The sequences of a token file, mapped read-only; each block is checked when it is first read.
 
     Args:
-        path: of the file.
-        dtype: of the token ids.
         num_sequences, seq_len: the table's shape.
     """
 
@@ -133,7 +130,6 @@ class _TokenFile:
     """A token file that is being written, with the checksums of its blocks.
 
     Args:
-        path: of the file.
         num_bytes: of an earlier call, that are kept.
     """
 

@@ -10,7 +10,7 @@ import torch
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace
-from kvcat.generate import plain_generation
+from kvcat.generate import Row, generate
 from kvcat.models import positions_of
 
 MAX_RUNS = 3
@@ -140,9 +140,8 @@ def _seconds_of_answer(
     seconds = []
     for _ in range(_TIMED_ANSWERS):
         begun = time.perf_counter()
-        limits = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens}
-        with plain_generation(model, **limits) as settings:
-            inputs = cache.inputs(model, prompt, any_length=True)
-            model.generate(**inputs, generation_config=settings).cpu()  # waits for the device
+        inputs = cache.inputs(model, prompt, any_length=True)
+        row = Row((), num_tokens)  # reads every token, and so waits for the device
+        generate(model, inputs, [row], min_new_tokens=num_tokens)
         seconds.append(time.perf_counter() - begun)
     return min(seconds)

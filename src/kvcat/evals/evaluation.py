@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import tyro
 
+from kvcat.evals.task import Method, Task
 from kvcat.option_types import (
     Count,
     Device,
@@ -26,7 +27,6 @@ from kvcat.stats.metrics import Metric
 if TYPE_CHECKING:
     import pandas as pd
 
-    from kvcat.evals.task import Method, Task
     from kvcat.stats.records import Record
 
 BatchSize = Annotated[Count, tyro.conf.arg(help="Examples per forward pass.")]
@@ -160,7 +160,7 @@ class Evaluation:
     data_seed: DataSeed = 0
     batch_size: BatchSize = 8
 
-    def make_task(self, tokenizer: Any, value: Any) -> "Task":
+    def make_task(self, tokenizer: Any, value: Any) -> Task:
         """The task: examples, and their scoring.
 
         Args:
@@ -212,7 +212,7 @@ class CompressingEvaluation(Evaluation):
 
     def settings(self) -> dict[str, Any]:  # noqa: D102
         settings: dict[str, Any] = {
-            "methods": parse_methods(self.method_specs()),
+            "methods": Method.parse(self.method_specs()),
             "keep_ratios": self.keep_ratios(),
             "seeds": flat(self.seed) or [0],
             "batch_size": self.batch_size,
@@ -220,17 +220,6 @@ class CompressingEvaluation(Evaluation):
         }
         if self.primary is not None:
             spec, keep_ratio, metric = self.primary
-            method = parse_methods([spec])[0]
+            (method,) = Method.parse([spec])
             settings["primary"] = (method.label, keep_ratio, metric)
         return settings
-
-
-def parse_methods(specs: list[str]) -> "list[Method]":
-    """The methods of a command line; ``InputError`` if one is unknown or has wrong options."""
-    from kvcat.compress import make_compressor, parse_method
-    from kvcat.evals.task import Method
-
-    methods = [Method(*parse_method(spec)) for spec in specs]
-    for method in methods:
-        make_compressor(method.name, **method.options)
-    return methods

@@ -3,12 +3,13 @@
 import random
 from collections.abc import Iterator, Sequence
 from importlib.resources import files
-from typing import TypeVar
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, TypeVar
 
 from kvcat.errors import InputError
 from kvcat.text.encoder import TextEncoder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 FILLER = tuple(files("kvcat.evals").joinpath("filler.txt").read_text(encoding="utf-8").splitlines())
 """Forty neutral sentences."""
@@ -23,7 +24,7 @@ class Pieces:
     everywhere.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase") -> None:
         self._tokenizer = tokenizer
         self._encoder = TextEncoder(tokenizer)
         self._ids: dict[str, tuple[int, ...]] = {}

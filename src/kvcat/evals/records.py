@@ -9,7 +9,7 @@ from types import NoneType
 from typing import Any
 
 from kvcat.errors import InputError, one_line
-from kvcat.evals.registry import evaluation_names, find_evaluation
+from kvcat.evals.registry import find_evaluation
 from kvcat.files import (
     LOCK_FILE,
     append_jsonl,
@@ -76,7 +76,7 @@ class ResultsFolder:
                 self._claim(config)
                 self._check_other_counts(count)
                 stack.enter_context(one_writer(path, f"{LOCK_FILE}-{index}-of-{count}"))
-            self._records = {record.key: record for record in read_records(path)}
+            self._records = {record.key: record for record in _read_records(path)}
             self._locks = stack.pop_all()
 
     def _claim(self, config: Mapping[str, Any]) -> None:
@@ -154,7 +154,7 @@ def read_folder(folder: Path) -> StoredResults:
         InputError: it is not a results folder, or its content is damaged.
     """
     config = read_config(folder)
-    records = read_records(folder)
+    records = _read_records(folder)
     costs = read_costs(folder)
     for cost in costs:
         cost["method"] = method_label(cost["method"], cost["options"])
@@ -178,10 +178,15 @@ def read_records(folder: Path) -> list[Record]:
     A last line that a kill left incomplete is skipped.
 
     Raises:
-        InputError: a line is not a record, a value is not a number, or two records of one example
-            differ.
+        InputError: as in ``read_config``; a line is not a record, a value is not a number, or two
+            records of one example differ.
     """
-    _load_evaluation(folder)
+    read_config(folder)
+    return _read_records(folder)
+
+
+def _read_records(folder: Path) -> list[Record]:
+    """``read_records`` of a folder whose configuration was checked."""
     records: dict[Key, Record] = {}
     for file, line in _lines(folder, "records"):
         try:
@@ -196,14 +201,6 @@ def read_records(folder: Path) -> list[Record]:
                 f"{record.keep_ratio:g}"
             )
     return list(records.values())
-
-
-def _load_evaluation(folder: Path) -> None:
-    """Import a folder's evaluation, which adds its metrics to ``METRICS``."""
-    file = folder / "config.json"
-    config = read_json(file) if file.is_file() else None
-    if isinstance(config, dict) and config.get("evaluation") in evaluation_names():
-        find_evaluation(config["evaluation"])
 
 
 def read_costs(folder: Path) -> list[dict[str, Any]]:
@@ -221,7 +218,7 @@ def read_events(folder: Path) -> list[dict[str, Any]]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration of a results folder.
+    """The configuration of a results folder; the metrics of its evaluation are loaded.
 
     Raises:
         InputError: it is not a results folder, it is damaged, or its evaluation is unknown.

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import pkgutil
+from functools import cache
 from typing import Any
 
 from kvcat import plugins
@@ -19,7 +20,7 @@ def evaluation_names() -> list[str]:
 
 
 def find_evaluation(name: str) -> type[Evaluation]:
-    """The evaluation with a name; its metrics are added to ``METRICS``.
+    """Loads an evaluation and registers its metrics.
 
     Raises:
         InputError: the name is unknown, or the evaluation cannot be loaded or is incomplete.
@@ -34,7 +35,7 @@ def find_evaluation(name: str) -> type[Evaluation]:
     if not (isinstance(kind, type) and issubclass(kind, Evaluation)):
         raise InputError(f"plug-in {name!r} is not a subclass of Evaluation: {kind!r}")
     all_metrics()  # first, so that in a conflict the error names the plug-in
-    _register(kind, f"plug-in {name!r}")
+    _register_plugin(kind, f"plug-in {name!r}")
     return kind
 
 
@@ -50,6 +51,7 @@ def _built_in_names() -> list[str]:
     return [module.name for module in pkgutil.iter_modules(evaluations.__path__)]
 
 
+@cache
 def _built_in(name: str) -> type[Evaluation]:
     """The only public ``Evaluation`` that a file of this package defines."""
     module = importlib.import_module(f"{evaluations.__name__}.{name}")
@@ -61,12 +63,12 @@ def _built_in(name: str) -> type[Evaluation]:
         and member.__module__ == module.__name__
         and not member.__name__.startswith("_")
     )
-    _register(kind, f"evaluation {name!r}")
+    register_metrics(kind.new_metrics, f"{kind.__module__}.{kind.__qualname__}")
     return kind
 
 
-def _register(kind: type[Evaluation], what: str) -> None:
-    """Check an evaluation's class, and add its metrics to ``METRICS``.
+def _register_plugin(kind: type[Evaluation], what: str) -> None:
+    """Check the class of another package's evaluation, and add its metrics to ``METRICS``.
 
     Raises:
         InputError: it is not a dataclass, has no ``facts``, or names a metric that does not exist.

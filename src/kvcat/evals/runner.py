@@ -12,7 +12,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from kvcat.cache import CompactCache, fingerprint
-from kvcat.compress import Compressor, seeded_compressor, takes_seed
+from kvcat.compress import Compressor, seeded_compressors
 from kvcat.compress.calibration import budget_digests
 from kvcat.errors import InputError, check_least, unknown_name
 from kvcat.evals.costs import Step, answer_speed, measure
@@ -52,7 +52,7 @@ class _Job:
     budgets: str = ""  # content of the method's files of budgets when the run began
 
     def check_budgets(self) -> None:
-        """Raise an ``InputError`` if a file of budgets is no longer what it was."""
+        """Raise an ``InputError`` if a file of budgets has changed."""
         if _budgets_of_options(self.options) != self.budgets:
             raise InputError(
                 f"the file of budgets of {self.name} changed during the run: results of one folder "
@@ -120,42 +120,90 @@ def evaluate(
         InputError: there is nothing to evaluate, a value is out of range, a method is unknown, a
             model cannot run an example, the folder has another configuration, or a score is NaN.
     """
-    if not models:
-        raise InputError("nothing to evaluate: no model given")
-    index, count = shard
-    if not 0 <= index < count:
-        raise InputError(
-            f"shard {index} of {count} does not exist; the first is 0, the last {count - 1}"
-        )
-    config = configuration(
-        task, methods, keep_ratios, batch_size=batch_size, seeds=seeds, primary=primary
-    )
-    jobs = _jobs(task, methods, keep_ratios, seeds)
-    for label, (model, tokenizer) in models.items():
-        task.check(label, model, tokenizer)
-    batches = _batches(task, jobs, batch_size)[index::count]
-    num_scores = len(models) * sum(batch.num_scores for batch in batches)
-    begun = time.monotonic()
-    with (
-        ResultsFolder(out_dir, config, shard=shard) as folder,
-        progress_bar(num_scores, task.evaluation, shown=progress) as bar,
-    ):
-        runs = []
+    plan = Plan.of(task, methods, keep_ratios, batch_size=batch_size, seeds=seeds, primary=primary)
+    plan.check(models)
+    return plan.run(models, out_dir, shard=shard, speed=speed, progress=progress)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``evaluate`` computes for every model; made and checked before any model is loaded."""
+
+    task: Task
+    config: dict[str, Any]  # the settings on which the records depend, except models
+    jobs: list[_Job]
+    batch_size: int
+
+    @classmethod
+    def of(
+        cls,
+        task: Task,
+        methods: Sequence[str | Method],
+        keep_ratios: Sequence[float],
+        *,
+        batch_size: int = 16,
+        seeds: Sequence[int] = (0,),
+        primary: Primary | None = None,
+    ) -> "Plan":
+        """The plan for arguments of ``evaluate``.
+
+        Raises:
+            InputError: ``evaluate`` would reject an argument for a reason other than a model.
+        """
+        complete = [_complete(method, keep_ratios, task) for method in methods]
+        config = _configuration(task, complete, batch_size=batch_size, seeds=seeds, primary=primary)
+        return cls(task, config, _jobs(task, complete, seeds), batch_size)
+
+    def check(self, models: Models) -> None:
+        """Raise an ``InputError`` if there is no model, or one that cannot run the examples."""
+        if not models:
+            raise InputError("nothing to evaluate: no model given")
         for label, (model, tokenizer) in models.items():
-            run = _Run(task, label, model, tokenizer, folder=folder, bar=bar, speed=speed)
-            folder.check_model(label, run.fingerprint, run.dtype)
-            runs.append(run)
-        # a call that computes nothing is not among the sources of the records
-        is_complete = all(run.has_scored(batch) for run in runs for batch in batches)
-        if not is_complete:
-            folder.append_event({"event": "start", **provenance()})
-        for run in runs:
-            for batch in batches:
-                run.score_missing(batch)
-        if not is_complete:
-            seconds = round(time.monotonic() - begun, 1)
-            folder.append_event({"event": "end", "seconds": seconds})
-        return folder.records
+            self.task.check(label, model, tokenizer)
+
+    def run(
+        self,
+        models: Models,
+        out_dir: Path,
+        *,
+        shard: Shard = (0, 1),
+        speed: bool = False,
+        progress: bool = True,
+    ) -> list[Record]:
+        """The records, computed where the folder lacks them (``evaluate``); ``check`` comes first.
+
+        Raises:
+            InputError: there is no such shard, the folder has another configuration, or a score is
+                NaN.
+        """
+        index, count = shard
+        if not 0 <= index < count:
+            raise InputError(
+                f"shard {index} of {count} does not exist; the first is 0, the last {count - 1}"
+            )
+        batches = _batches(self.task, self.jobs, self.batch_size)[index::count]
+        num_scores = len(models) * sum(batch.num_scores for batch in batches)
+        begun = time.monotonic()
+        with (
+            ResultsFolder(out_dir, self.config, shard=shard) as folder,
+            progress_bar(num_scores, self.task.evaluation, shown=progress) as bar,
+        ):
+            runs = []
+            for label, (model, tokenizer) in models.items():
+                run = _Run(self.task, label, model, tokenizer, folder=folder, bar=bar, speed=speed)
+                folder.check_model(label, run.fingerprint, run.dtype)
+                runs.append(run)
+            # a call that computes nothing is not among the sources of the records
+            is_complete = all(run.has_scored(batch) for run in runs for batch in batches)
+            if not is_complete:
+                folder.append_event({"event": "start", **provenance()})
+            for run in runs:
+                for batch in batches:
+                    run.score_missing(batch)
+            if not is_complete:
+                seconds = round(time.monotonic() - begun, 1)
+                folder.append_event({"event": "end", "seconds": seconds})
+            return folder.records
 
 
 @dataclass
@@ -291,24 +339,18 @@ def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
     return tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
 
 
-def configuration(
+def _configuration(
     task: Task,
-    methods: Sequence[str | Method],
-    keep_ratios: Sequence[float],
+    methods: Sequence[Method],
     *,
     batch_size: int,
-    seeds: Sequence[int] = (0,),
-    primary: Primary | None = None,
+    seeds: Sequence[int],
+    primary: Primary | None,
 ) -> dict[str, Any]:
-    """The settings on which the records of ``evaluate`` depend, except models; with primary cell.
-
-    Raises:
-        InputError: ``evaluate`` would reject an argument for a reason other than a model.
-    """
-    complete = [_complete(method, keep_ratios, task) for method in methods]
+    """The settings on which the records depend, except models; with the primary cell."""
     cells = []
     least_counts = {"batch_size": batch_size}
-    for method in complete:
+    for method in methods:
         cells += [(method.label, keep_ratio) for keep_ratio in method.keep_ratios or ()]
         least_counts[f"{method.name}: num_examples"] = method.num_examples or 0
     for name, values in (
@@ -329,8 +371,8 @@ def configuration(
         **task.describe(),
         "manifest": manifest(task.examples),
         "baselines": [[baseline.name, baseline.keep_ratio] for baseline in task.baselines],
-        "methods": [asdict(method) for method in complete],
-        **_budgets(complete),
+        "methods": [asdict(method) for method in methods],
+        **_budgets(methods),
         "primary": _primary_cell(cells, find_evaluation(task.evaluation).facts, primary),
         "batch_size": batch_size,
         "seeds": list(seeds),
@@ -366,35 +408,25 @@ def _complete(method: str | Method, keep_ratios: Sequence[float], task: Task) ->
     return replace(method, keep_ratios=ratios, num_examples=num_examples)
 
 
-def _jobs(
-    task: Task,
-    methods: Sequence[str | Method],
-    keep_ratios: Sequence[float],
-    seeds: Sequence[int],
-) -> list[_Job]:
-    """The baselines, then every method with each of its seeds."""
+def _jobs(task: Task, methods: Sequence[Method], seeds: Sequence[int]) -> list[_Job]:
+    """The baselines, then every complete method with each of its seeds."""
     num_examples = len(task.examples)
     jobs = [
         _Job(baseline.name, {}, (baseline.keep_ratio,), num_examples) for baseline in task.baselines
     ]
     for method in methods:
-        complete = _complete(method, keep_ratios, task)
-        draws = takes_seed(complete.name, complete.options)
-        jobs += [_job(complete, seed) for seed in (seeds if draws else [None])]
+        for seed, compressor in seeded_compressors(method.name, method.options, seeds):
+            job = _Job(
+                name=method.name,
+                options=method.options,
+                keep_ratios=method.keep_ratios or (),
+                num_examples=method.num_examples or 0,
+                seed=seed,
+                compressor=compressor,
+                budgets=_budgets_of_options(method.options),
+            )
+            jobs.append(job)
     return jobs
-
-
-def _job(method: Method, seed: int | None) -> _Job:
-    """The job of a complete method with one seed; None: the method is not randomised."""
-    return _Job(
-        name=method.name,
-        options=method.options,
-        keep_ratios=method.keep_ratios or (),
-        num_examples=method.num_examples or 0,
-        seed=seed,
-        compressor=seeded_compressor(method.name, method.options, seed or 0),
-        budgets=_budgets_of_options(method.options),
-    )
 
 
 def _batches(task: Task, jobs: Sequence[_Job], batch_size: int) -> list[_Batch]:

@@ -2,16 +2,18 @@
 
 import hashlib
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import PreTrainedModel
-
-from kvcat.cache import CompactCache
 from kvcat.errors import InputError, finite
-from kvcat.models import positions_of
+from kvcat.options import parse_spec
 from kvcat.stats.records import method_label
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from kvcat.cache import CompactCache
 
 Values = dict[str, float]
 
@@ -33,6 +35,11 @@ class Method:
     keep_ratios: tuple[float, ...] | None = None  # each in (0, 1]; None: the evaluation's
     num_examples: int | None = None  # number of first examples; None: all
 
+    @classmethod
+    def parse(cls, specs: Iterable[str]) -> "list[Method]":
+        """The methods of texts NAME or NAME,option=value,..., which are checked later."""
+        return [cls(*parse_spec(spec)) for spec in specs]
+
     @property
     def label(self) -> str:
         """The name with the options, as in tables."""
@@ -44,14 +51,14 @@ class Prepared:
     """A batch of a task's examples that is scored on one model."""
 
     task: Any
-    model: PreTrainedModel
+    model: "PreTrainedModel"
     tokenizer: Any
     batch: Sequence[Any]
 
     trace: ClassVar[Any]
     """The trace to which compressors are fitted, a row per example; a subclass caches it."""
 
-    def score(self, cache: CompactCache) -> list[Values]:
+    def score(self, cache: "CompactCache") -> list[Values]:
         """The values of each example when the compact cache replaces the context."""
         raise NotImplementedError
 
@@ -83,11 +90,11 @@ class Task:
         """A key of the example; neighbouring examples with equal keys may share a batch."""
         return None
 
-    def check(self, label: str, model: PreTrainedModel, tokenizer: Any) -> None:
+    def check(self, label: str, model: "PreTrainedModel", tokenizer: Any) -> None:
         """Raise ``InputError``, before heavy work, if a model cannot run these examples."""
         raise NotImplementedError
 
-    def prepare(self, model: PreTrainedModel, tokenizer: Any, batch: Sequence[Any]) -> Prepared:
+    def prepare(self, model: "PreTrainedModel", tokenizer: Any, batch: Sequence[Any]) -> Prepared:
         """The batch, prepared for a model."""
         return self.prepared(self, model, tokenizer, batch)
 
@@ -115,13 +122,21 @@ def check_vocabulary(label: str, tokenizer: Any, wanted: str) -> None:
         )
 
 
+def check_tokenizer(label: str, tokenizer: Any, user: str) -> None:
+    """Raise ``InputError`` if a model has no tokenizer, which ``user`` needs."""
+    if tokenizer is None:
+        raise InputError(f"{user} needs the tokenizer of model {label!r}")
+
+
 def check_fits(
-    label: str, model: PreTrainedModel, *, num_tokens: int, largest: int, what: str
+    label: str, model: "PreTrainedModel", *, num_tokens: int, largest: int, what: str
 ) -> None:
     """Raise ``InputError`` if a model has too few positions or tokens for the sequences.
 
     ``what`` names the sequences, and ``largest`` is their largest token.
     """
+    from kvcat.models import positions_of
+
     positions = positions_of(model.config)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     if num_tokens > positions:

@@ -1,6 +1,6 @@
 """Generation after a compact cache: one loop for one answer, a batch, and a session's pieces."""
 
-from kvcat.generate.answers import Answer, AnswerStream, Sampling, TakeText, stop_tokens
+from kvcat.generate.answers import Answer, AnswerStream, TakeText, stop_tokens
 from kvcat.generate.batches import (
     BATCH_ROWS,
     BatchQuestion,
@@ -11,6 +11,7 @@ from kvcat.generate.batches import (
 )
 from kvcat.generate.loop import Row, generate
 from kvcat.generate.settings import SAMPLING, end_tokens, left_out, plain_generation
+from kvcat.settings import Sampling
 
 __all__ = [
     "BATCH_ROWS",

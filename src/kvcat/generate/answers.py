@@ -7,50 +7,13 @@ from typing import Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from kvcat.errors import InputError, check_least, finite, whole
+from kvcat.errors import InputError
 from kvcat.text.encoder import control_tokens
 
-MOST_STOPS = 16
 _REPLACEMENT = "\ufffd"  # what a tokenizer writes for a character whose bytes are not complete
 _CONTEXT_TOKENS = 8  # decoded before new tokens, so that these become the same text as in the whole
 
 TakeText = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How an answer is decoded.
-
-    Args:
-        temperature: 0 for greedy decoding, or from 0.001 to 1000.
-        top_p: sample from the most likely tokens with this total probability, in (0, 1].
-        max_new_tokens: largest number of tokens, at least 1.
-        stop: texts or control tokens at which the answer ends, without them; at most 16.
-        seed: of the draws.
-
-    Raises:
-        InputError: a value that is not valid.
-    """
-
-    temperature: float = 0.0
-    top_p: float = 1.0
-    max_new_tokens: int = 64
-    stop: tuple[str, ...] = ()
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        temperature = finite("temperature", self.temperature)
-        if temperature != 0 and not 1e-3 <= temperature <= 1e3:
-            raise InputError(
-                f"temperature is {self.temperature:g}; it must be 0, or lie in [0.001, 1000]"
-            )
-        if not 0 < finite("top_p", self.top_p) <= 1:
-            raise InputError(f"top_p is {self.top_p:g}; it must lie in (0, 1]")
-        check_least(1, max_new_tokens=self.max_new_tokens)
-        if "" in self.stop or len(self.stop) > MOST_STOPS:
-            raise InputError(f"stop texts must not be empty, and at most {MOST_STOPS}")
-        if not 0 <= whole("seed", self.seed) < 2**63:
-            raise InputError(f"seed is {self.seed}; it must be at least 0 and below 2^63")
 
 
 @dataclass(frozen=True)

@@ -14,10 +14,11 @@ from transformers import (
 
 from kvcat.cache import CompactCache
 from kvcat.errors import InputError
-from kvcat.generate.answers import Answer, AnswerStream, Sampling, TakeText
+from kvcat.generate.answers import Answer, AnswerStream, TakeText
 from kvcat.generate.loop import Row, generate
 from kvcat.generate.settings import end_tokens
 from kvcat.models import positions_of
+from kvcat.settings import Sampling
 from kvcat.types import Float, Int, Tensor
 
 BATCH_ROWS = 8

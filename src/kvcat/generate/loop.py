@@ -50,7 +50,6 @@ def generate(
     Of the model's generation settings only the end-of-text tokens count.
 
     Args:
-        model: a causal LM.
         inputs: keyword arguments of ``model.generate``, as from ``CompactCache.inputs``.
         rows: one for each row of the inputs.
         settings: fields of ``GenerationConfig``; without them tokens are the most likely ones.

@@ -46,7 +46,6 @@ def plain_generation(model: PreTrainedModel, **settings: Any) -> Iterator[Genera
     the model's settings.
 
     Args:
-        model: a causal LM.
         settings: fields of ``GenerationConfig``, such as ``max_new_tokens``.
     """
     ends = end_tokens(model)

@@ -142,6 +142,7 @@ def chunked_kl(
     students = hidden.flatten(0, -2)
     chunk = chunk_tokens or positions_per_chunk(head)
     sums: list[Any] = [
+        # nothing of vocabulary size outlives its chunk; the backward pass makes it again
         checkpoint(sum_of_chunk, teacher, student, use_reentrant=False)
         for teacher, student in zip(teachers.split(chunk), students.split(chunk), strict=True)
     ]
@@ -187,6 +188,7 @@ class _Objective(torch.autograd.Function):
         dense, masked, weight, bias, targets, head, options = arguments
         inputs = PassInputs(dense, masked, weight, bias)
         wide = torch.promote_types(head.compute_dtype(), torch.float32)
+        # in 16 bits, a sum over many positions would lose small terms
         gradients = Gradients.zeros(inputs, ctx.needs_input_grad[:4], wide)
         values = LogitChunks(head, inputs, targets, gradients, **vars(options)).run()
         means = torch.stack(values).mean(1)
@@ -195,6 +197,7 @@ class _Objective(torch.autograd.Function):
         if masked is not None:
             total = total + options.mask_weight * kl
         ctx.dtypes = [None if tensor is None else tensor.dtype for tensor in vars(inputs).values()]
+        # the gradients in place of logits: a chunk's logits are gone when the forward ends
         ctx.save_for_backward(*vars(gradients).values())
         ctx.mark_non_differentiable(means)
         return total, means

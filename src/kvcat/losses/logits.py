@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
-from kvcat.chunks import CPU_CACHE_ELEMENTS, DEVICE_ELEMENTS, rows_per_chunk
 from kvcat.errors import check_least
 from kvcat.losses.head import OutputHead
+from kvcat.memory import CPU_CACHE_ELEMENTS, DEVICE_ELEMENTS, rows_per_chunk
 from kvcat.types import Float, Int, Tensor
 
 _CHUNK_TOKENS = 1024
@@ -216,18 +216,22 @@ class LogitChunks:
             dense_probs = log_dense.values.exp_()
         else:
             log_masked = self._log_probs(masked_logits)
+            # not in place: log p is needed once more, for the KL
             dense_probs = log_dense.values.exp()
             if targets is not None:
                 values.masked_nll[positions] = -log_masked.values.gather(-1, targets).squeeze(-1)
             same = log_dense.values.argmax(-1) == log_masked.values.argmax(-1)
             values.top1[positions] = same.to(self.wide)
+            # KL = sum_v p_v (log p_v - log s_v), over log p, which is not needed any more
             differences = log_dense.values.sub_(log_masked.values)
             values.kl[positions] = differences.mul_(dense_probs).sum(-1)
             if self.masked_learns:
+                # dL/dz_masked without its factor: s - p
                 by_masked = log_masked.values.exp_().sub_(dense_probs)
                 _overwrite(masked_logits, by_masked, log_masked.slope)
         if self.dense_learns and targets is not None:
             minus_one = dense_probs.new_full(targets.shape, -1.0)
+            # dL/dz_dense without its factor: p - onehot(y)
             by_dense = dense_probs.scatter_add_(-1, targets, minus_one)
             _overwrite(dense_logits, by_dense, log_dense.slope)
 
@@ -240,6 +244,7 @@ class LogitChunks:
         if self.head.softcap is not None:
             wide.div_(self.head.softcap).tanh_()
             if self.dense_learns or self.masked_learns:
+                # d/dz of c tanh(z / c) is 1 - tanh^2(z / c)
                 slope = wide.square().neg_().add_(1)
             wide.mul_(self.head.softcap)
         return _LogProbs(wide.log_softmax(-1), slope)
@@ -253,6 +258,7 @@ class LogitChunks:
     ) -> None:
         """Gradients of one pass by its hidden states, W and b, from the gradients by its logits."""
         hidden, by_logits = chunk_pass  # (chunk, hidden), (chunk, vocab)
+        # the head's scale is part of the chain from hidden states to logits
         factor = loss_weight * self.head.scale / self.num_positions
         by_weight = self.gradients.weight  # (vocab, hidden)
         by_bias = self.gradients.bias  # (vocab,)
@@ -260,6 +266,7 @@ class LogitChunks:
             product = (by_logits @ self.weight).to(by_hidden.dtype)
             torch.mul(product, factor, out=by_hidden[chunk])
         if by_weight is not None and by_weight.dtype == by_logits.dtype:
+            # one fused call; in another type the product has to be made first
             by_weight.addmm_(by_logits.t(), hidden, alpha=factor)
         elif by_weight is not None:
             by_weight.add_(by_logits.t() @ hidden, alpha=factor)

@@ -72,6 +72,7 @@ def budget_loss(
     if not 0 < finite("target", target) < 1:
         raise InputError(f"target keep ratio must lie in (0, 1), got {target}")
     wide = torch.promote_types(prob.dtype, torch.float32)
+    # F is a count of hard decisions: only G, the mean probability, learns
     F = keep.detach().to(wide).mean(1)
     G = prob.to(wide).mean(1)
     return (F * G / target + (1 - F) * (1 - G) / (1 - target)).mean()

@@ -26,8 +26,8 @@ from kvcat.cache import (
     held_factors,
     rope_factors,
 )
-from kvcat.chunks import CHUNK_TOKENS
 from kvcat.errors import InputError, check_least
+from kvcat.memory import CHUNK_TOKENS
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -67,6 +67,7 @@ def capture(
     chunk_tokens: int = CHUNK_TOKENS,
     rope: Factors | None = None,
     layers: Sequence[int] | None = None,
+    first_slot: int = 0,
 ) -> Capture:
     """The keys, values, queries and hidden states of a dense forward.
 
@@ -88,6 +89,8 @@ def capture(
             this length.
         layers: numbers of the layers whose states are captured; None: all. The lists of the result
             have these layers in this order.
+        first_slot: first slot of every layer whose key and value are captured, those of ``past``
+            included; the others are in no result.
 
     Raises:
         InputError: ``torch.autocast`` is on, or an argument is not valid.
@@ -120,7 +123,9 @@ def capture(
         stack.enter_context(held_factors(model, held))
         bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
         stack.enter_context(bar)
-        recording = _Recording(type(model).__name__, numbers, query_positions.cpu(), bar)
+        recording = _Recording(
+            type(model).__name__, numbers, query_positions.cpu(), bar, first_slot
+        )
         for number, layer in enumerate(modules):
             hook = partial(recording.measure, number=number)
             stack.enter_context(layer.register_forward_pre_hook(hook, with_kwargs=True))
@@ -132,6 +137,7 @@ def capture(
             options = {"use_cache": past is not None, "kv_record": recording.record}
             options.update(cache_argument(past))
             states = hidden_states(model, input_ids=chunk, **options)
+            # a slice would keep the states of the whole chunk in memory
             hidden.append(states[:, max(0, hidden_start - start) :].clone())
     return recording.result(hidden)
 
@@ -144,6 +150,7 @@ class _Recording:
         numbers: of the layers whose states are kept.
         query_positions: tokens whose queries are kept, ascending, on the CPU.
         bar: advances by one for each layer of each chunk.
+        first_slot: as in ``capture``.
     """
 
     def __init__(
@@ -152,11 +159,13 @@ class _Recording:
         numbers: list[int],
         query_positions: Int[Tensor, " kept"],
         bar: Any,
+        first_slot: int,
     ):
         self.model_class = model_class
         self.numbers = numbers
         self.query_positions = query_positions
         self.bar = bar
+        self.first_slot = first_slot
         # positions in this chunk whose queries are kept
         self.chunk_positions = query_positions
         # keys and values of the whole text so far, and the factor on q.k, by layer
@@ -191,6 +200,9 @@ class _Recording:
         positions = self.chunk_positions
         is_all = len(positions) == queries.shape[2]
         self.queries[layer].append(queries if is_all else queries[:, :, positions])
+        if self.first_slot:  # without the memory of the slots before it
+            keys = keys[:, :, self.first_slot :].clone()
+            values = values[:, :, self.first_slot :].clone()
         self.latest[layer] = (keys, values, scale)
 
     def measure(
@@ -230,6 +242,7 @@ class _Recording:
             if not self._is_own_forward() or before is None or not args or args[0] is not before:
                 return
             self.attention_output = None
+            # clamped: an attention output of zeros has no direction to enlarge
             size = before.float().square().sum(-1).clamp_min(torch.finfo(torch.float32).tiny)
             self.enlargements[number].append(output.float().square().sum(-1) / size)
 

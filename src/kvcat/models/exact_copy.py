@@ -138,7 +138,6 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
     """A copy of a model with some of its layers and the first tokens of its vocabulary.
 
     Args:
-        model: a causal LM.
         numbers: of the layers, ascending.
         exact: give the copy random weights in float64 on the CPU; otherwise it shares the
             model's.
@@ -178,7 +177,9 @@ def _weights_of_copy(
     in_layers = {id(weight) for weight in modules.parameters()}
     kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
     of_tokens = _weights_of_tokens(model)
-    width = _width_per_layer(model.config)
+    text = model.config.get_text_config(decoder=True)
+    # channels of the embedding that each layer has for itself (Gemma 4)
+    width = getattr(text, "hidden_size_per_layer_input", None) or 0
     for weight in model.parameters():
         if id(weight) in in_layers - kept:
             continue
@@ -224,12 +225,6 @@ def _cut_config(text: PreTrainedConfig, numbers: list[int]) -> None:
         setattr(text, name, [values[number] for number in numbers])
     text.num_hidden_layers = len(numbers)
     text.vocab_size = min(text.vocab_size, _VOCABULARY)
-
-
-def _width_per_layer(config: PreTrainedConfig) -> int:
-    """Channels of the embedding that each layer has for itself (Gemma 4); 0: there are none."""
-    text = config.get_text_config(decoder=True)
-    return getattr(text, "hidden_size_per_layer_input", None) or 0
 
 
 def _of_layers(

@@ -175,7 +175,7 @@ def _check_size(header: _Header, key: str) -> None:
     kinds = (int, float) if key in _FRACTIONS else (int,)
     is_size = type(value) in kinds and math.isfinite(value)
     if not is_size or value < 0 or (value == 0 and key not in _MAY_BE_ZERO):
-        raise header.rejection(key, "which is no size")
+        raise header.rejection(key, "which is not a size")
 
 
 def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig) -> None:
@@ -183,13 +183,13 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
     that it needs.
 
     Args:
-        path: the file.
         weights: names of the model's weights.
         config: configuration of the model.
     """
     gguf: Any = import_module("gguf")
     header = _read_header(path)
-    names = gguf.get_tensor_name_map(_gguf_number(header.architecture), config.num_hidden_layers)
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    names = gguf.get_tensor_name_map(numbers[header.architecture], config.num_hidden_layers)
     used = set(header.rope_tensors)
     for weight in weights:
         stem, _, kind = weight.rpartition(".")
@@ -205,11 +205,6 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
         )
 
 
-def _gguf_number(architecture: str) -> Any:
-    gguf: Any = import_module("gguf")
-    return next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
-
-
 def _read_header(path: Path) -> _Header:
     try:
         metadata, shapes, rope_tensors = _read_contents(path)
@@ -217,7 +212,7 @@ def _read_header(path: Path) -> _Header:
         raise InputError(f"cannot load {path}: {one_line(error)}") from error
     architecture = str(metadata.get("general.architecture"))
     if metadata.get("general.type", "model") != "model":
-        raise InputError(f"{path} is no model: its general.type is {metadata['general.type']!r}")
+        raise InputError(f"{path} is not a model: its general.type is {metadata['general.type']!r}")
     if metadata.get("split.count", 1) > 1:
         raise InputError(
             f"{path} is one of {metadata['split.count']} parts: "

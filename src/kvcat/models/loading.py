@@ -37,6 +37,7 @@ from kvcat.files import (
     write_text,
 )
 from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
+from kvcat.memory import is_out_of_memory
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
 from kvcat.models.gguf_tokenizer import follow_gguf_settings
 from kvcat.models.self_test import self_test
@@ -68,7 +69,6 @@ def load(
     Args:
         name_or_path: folder, .gguf file, Hub name, "kvcat-base", or "smollm2-135m" (see ``get``).
         dtype: type of the weights: "float32", "bfloat16", "float16" or "float64".
-        device: a torch device.
         tokenizer: False loads none and returns None in its place.
 
     Raises:
@@ -243,6 +243,8 @@ def _read(path: Path, kind: Any, doing: str, **options: Any) -> Any:
     try:
         return kind.from_pretrained(folder, **options)
     except Exception as error:  # whatever a damaged file makes transformers raise
+        if is_out_of_memory(error):
+            raise
         raise InputError(f"cannot {doing} {path}: {one_line(error)}") from error
 
 
@@ -253,7 +255,7 @@ def _check_config(path: Path) -> None:
         check_gguf_reader(path)
         with path.open("rb") as file:
             if file.read(4) != b"GGUF":
-                raise InputError(f"{path} is no GGUF file")
+                raise InputError(f"{path} is not a GGUF file")
         return
     path = path / "config.json"
     fields = read_json(path)
@@ -268,7 +270,7 @@ def _check_config(path: Path) -> None:
         if "auto_map" in fields:
             hint = " (it needs code from its folder, which is never run)"
         raise InputError(
-            f"{name} (model_type {model_type!r}) in {path} is no causal LM that transformers "
+            f"{name} (model_type {model_type!r}) in {path} is not a causal LM that transformers "
             f"knows{hint}"
         )
 

@@ -67,6 +67,7 @@ class KVPass:
         self._seeds: dict[int, list[int]] = {start: [] for start in masked_pass.group_starts}
         for source in generators or ():
             shape = (len(masked_pass.group_starts),)
+            # a seed per group: a layer that runs again draws the same mask
             seeds = torch.randint(2**62, shape, generator=source, device=source.device).tolist()
             for start, seed in zip(masked_pass.group_starts, seeds, strict=True):
                 self._seeds[start].append(seed)
@@ -155,6 +156,8 @@ class LayerHook:
         if self.is_first and self.start is not None:
             kv_pass.open_gate(self.start, hidden)
         if self.start is not None:
+            # by group, never in one place: some versions of transformers run hooks again when they
+            # recompute activations, and a layer would find the gate of a later group
             kwargs["kv_gate"] = kv_pass.gates[self.start]
         elif kv_pass.prefix_len is not None:
             kwargs["kv_gate"] = kv_pass.open_all(hidden)
@@ -256,10 +259,12 @@ class MaskedPass(nn.Module):
         if prefix_len is not None and not 0 < whole("prefix_len", prefix_len) < num_tokens:
             raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
         kv_pass = KVPass(self, batch, prefix_len, generators)
+        # rows [0, batch) dense, rows [batch, 2 batch) masked
         inputs = {"input_ids": input_ids.repeat(2, 1)}
         if prefix_len is not None:
             inputs = _suffix_again(input_ids, prefix_len)
         hidden = hidden_states(model, **inputs, use_cache=False, kv_pass=kv_pass)
+        # such a model (StableLM) would train on two dense passes without an error
         if sorted(kv_pass.scores) != self.group_starts:
             reason = "keyword arguments do not reach its layers"
             raise InputError(f"{type(model).__name__} is not supported: {reason}")

@@ -45,7 +45,11 @@ class KeyRotation:
     def __init__(self, model: PreTrainedModel, shift: int):
         self.shift = shift
         config = model.config.get_text_config(decoder=True)
-        self.rotary = None if _has_no_positions(config) else rotary_module(model)
+        # attention of Jamba and of some Granite hybrids does not depend on positions
+        has_positions = config.model_type not in _WITHOUT_POSITIONS
+        if config.model_type == "granitemoehybrid":
+            has_positions = config.position_embedding_type == "rope"
+        self.rotary = rotary_module(model) if has_positions else None
         if getattr(config, "kv_lora_rank", None):
             name = type(model).__name__
             raise InputError(f"{name}: keys of latent attention cannot be moved")
@@ -131,13 +135,6 @@ class KeyRotation:
             return apply(keys, cos, sin)
         any_queries = keys[:, :1]
         return apply(any_queries, keys, cos, sin)[1]
-
-
-def _has_no_positions(config: Any) -> bool:
-    """Whether attention does not depend on positions, as in Jamba and some Granite hybrids."""
-    if config.model_type == "granitemoehybrid":
-        return config.position_embedding_type != "rope"
-    return config.model_type in _WITHOUT_POSITIONS
 
 
 def rotary_module(model: PreTrainedModel) -> nn.Module:

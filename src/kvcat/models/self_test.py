@@ -65,7 +65,7 @@ class _Example:
 
 
 def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
-    """None if the masked pass and compact caches work on this model.
+    """Raises ``InputError`` if the masked pass or compact caches do not work with this model.
 
     On 16 random tokens, with one layer of each kind in float64, where a wrong attention and
     rounding cannot be confused (``exact_copy``):

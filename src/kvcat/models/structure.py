@@ -55,7 +55,6 @@ def output_gains(
     1 where a layer has no projection of a usual name.
 
     Args:
-        model: a causal LM.
         kv_heads: number of KV heads of each layer.
         layers: numbers of these layers; None: all.
     """

@@ -121,7 +121,7 @@ def _make_function(name: str) -> Callable[..., SparsificationPolicy]:
         raise unknown_name("policy", name, policy_names())
     make: Any = plugins.load_plugin(plugins.POLICIES, name)
     if not callable(make):
-        raise InputError(f"plug-in {name!r} is no function that makes a policy: {make!r}")
+        raise InputError(f"plug-in {name!r} is not a function that makes a policy: {make!r}")
     return typing.cast(Callable[..., SparsificationPolicy], make)
 
 

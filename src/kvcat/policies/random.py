@@ -36,13 +36,15 @@ class RandomPolicy(ExactCount):
         if generators is None or len(generators) != batch:
             reason = "its draws never come from the global random state"
             raise InputError(f"RandomPolicy needs a torch.Generator for each sequence: {reason}")
-        noise = torch.stack([_noise(generator, num_tokens) for generator in generators])
+        # in float64, so that no two tokens draw the same number
+        noise = torch.stack(
+            [
+                torch.rand(num_tokens, generator=each, device=each.device, dtype=torch.float64)
+                for each in generators
+            ]
+        )
         wide = torch.promote_types(hidden.dtype, torch.float32)
         return self.keep_largest(-noise).to(hidden.device, wide)
-
-
-def _noise(generator: torch.Generator, num_tokens: int) -> Float[Tensor, " tokens"]:
-    return torch.rand(num_tokens, generator=generator, device=generator.device, dtype=torch.float64)
 
 
 def make(*, target: float, **_: object) -> RandomPolicy:

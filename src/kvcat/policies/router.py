@@ -68,6 +68,7 @@ class Router(SparsificationPolicy):
         self.alpha = nn.Parameter(torch.zeros((), dtype=torch.float32))
         with torch.no_grad():
             identity = torch.eye(hidden_size)
+            # W_P = -I and alpha = 0 make every p 1: training starts from the dense model
             self.p_proj.weight.normal_(generator=generator).mul_(noise).sub_(identity)
 
     def forward(
@@ -77,6 +78,7 @@ class Router(SparsificationPolicy):
     ) -> Float[Tensor, "batch tokens"]:
         """Keep probabilities p, in [0, 1]; p_t depends on positions up to t only."""
         wide = torch.promote_types(self.alpha.dtype, torch.float32)
+        # cosines near -1, where training starts, differ by less than 16 bits resolve
         with torch.autocast(hidden.device.type, enabled=False):
             h = hidden.to(wide)
             summary = self._summary(h)
@@ -151,6 +153,7 @@ def linear_attention(
     v = functional.pad(v, (0, 1), value=1.0)  # a channel of ones makes the normaliser
     sums = (k.mT @ v).cumsum(1)  # (batch, chunks, features, channels + 1)
     sums_before = functional.pad(sums[:, :-1], (0, 0, 0, 0, 1, 0))
+    # (batch, chunks, chunk, channels + 1): pairs within the chunk, and sums of the chunks before
     numerator_and_normaliser = (q @ k.mT).tril() @ v + q @ sums_before
     numerator = numerator_and_normaliser[..., :-1]
     normaliser = numerator_and_normaliser[..., -1:]

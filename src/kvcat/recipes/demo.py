@@ -1,19 +1,18 @@
 """The demo: what compression keeps on a small model, then what KV-CAT training adds and costs."""
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
-from kvcat.evals.suffix import SuffixTask, make_task
+from kvcat.evals.evaluations.suffix import SuffixTask, make_task
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
-from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
 from kvcat.report import Results, overview_text, read_results, write_report
+from kvcat.report.verdicts import compression_verdicts, training_verdicts
 from kvcat.training.config import TrainConfig
 from kvcat.training.loop import train
 
@@ -160,7 +159,9 @@ def run_demo(plan: DemoPlan, out: Path, *, seed: int = 0, device: str = "cpu") -
         runs=runs,
         context={"plan": plan.name, "seed": str(seed), "base": BASE_NAME},
     )
-    _print_answers(answers)
+    print("What came out:")
+    for question, answer in answers.items():
+        print(f"  {question}\n    {answer}")
     print(f"\nReport: {page}")
     real = "kvcat get smollm2-135m"
     print(f"This model has a million parameters and reads Python alone. A real one: {real}")
@@ -190,13 +191,6 @@ def _train_both(plan: DemoPlan, out: Path, *, seed: int, device: str) -> dict[st
         config = training_config(plan, policy, BASE_NAME, out, seed=seed, device=device)
         folders[label] = str(train(config).export)
     return folders
-
-
-def _print_answers(answers: Mapping[str, str]) -> None:
-    """Print each question with its answer below it."""
-    print("What came out:")
-    for question, answer in answers.items():
-        print(f"  {question}\n    {answer}")
 
 
 def _claim(out: Path, description: dict[str, Any]) -> None:

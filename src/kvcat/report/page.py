@@ -164,7 +164,10 @@ class Section:
                 size = f"{kind} {figure.text} {figure.interval}".strip()
                 first = f"{model} is {relation} ({size})"
             else:
-                others.setdefault(figure.verdict, []).append(_within_sentence(label))
+                # within a sentence a word loses its capital, an abbreviation does not
+                is_word = label[1:2].islower()
+                name = label[0].lower() + label[1:] if is_word else label
+                others.setdefault(figure.verdict, []).append(name)
         if not first:
             return f"{model} and {reference}: not comparable."
         clauses = [f"{verdict} by {' and '.join(labels)}" for verdict, labels in others.items()]
@@ -340,11 +343,6 @@ def _render(
 def line_parts(text: str) -> list[str]:
     """The text in parts between which a line may break: at punctuation, between joined words."""
     return _BREAKS.split(text)
-
-
-def _within_sentence(label: str) -> str:
-    """A label as part of a sentence: a word loses its capital, an abbreviation does not."""
-    return label[0].lower() + label[1:] if label[1:2].islower() else label
 
 
 def _at(rows: pd.DataFrame, cell: tuple[str, float, int]) -> pd.DataFrame:

@@ -87,7 +87,9 @@ class Paper:
             if not self.figures.compresses:
                 is_same_cell = bool(pd.isna(row.keep_ratio))
             else:
-                is_same_cell = _is_same_cell(row, method, keep_ratio, step)
+                is_same_step = bool(pd.isna(row.steps) or row.steps == step)
+                is_same_method = row.method == method.partition(" ")[0]
+                is_same_cell = is_same_step and is_same_method and row.keep_ratio == keep_ratio
             if is_same_cell:
                 return f"paper {row.printed.rstrip('%')}"
         return ""
@@ -120,9 +122,3 @@ class Paper:
         return (
             f"The paper's figures are for {self.model} on {main_corpus}, ours for {self.dataset}."
         )
-
-
-def _is_same_cell(row: Any, method: str, keep_ratio: float, step: int) -> bool:
-    """Whether a printed figure belongs to this method, keep ratio and step."""
-    is_same_method = row.method == method.partition(" ")[0] and row.keep_ratio == keep_ratio
-    return is_same_method and bool(pd.isna(row.steps) or row.steps == step)

@@ -140,7 +140,11 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
     rows = results.pair_rows[model, reference]
     lines = []
     for (method, keep, step), cell in rows.groupby(CELL, sort=False):
-        labels = {"method": str(method), **_labels(keep, int(step)), "n": _max_examples(cell)}
+        labels = {
+            "method": str(method),
+            **_labels(keep, int(step)),
+            "n": str(cell["num_examples"].max()),
+        }
         lines.append({**labels, **_difference_cells(results, cell.set_index("metric"))})
     caption = (
         f"{model} minus {reference} on the same "
@@ -148,7 +152,10 @@ def differences_table(results: Results, model: str, reference: str) -> Table:
         f"{METRICS[deciding].label}, corrected for the number of exploratory cells."
     )
     name = f"differences-{slug(model)}-{slug(reference)}"
-    notes = _warnings(rows.loc[rows["metric"] == deciding, "warning"])
+    # the distinct warnings as sentences, without the observed differences
+    warnings = rows.loc[rows["metric"] == deciding, "warning"]
+    beginnings = dict.fromkeys(text.partition(",")[0] for text in warnings if text)
+    notes = [f"{text[0].upper()}{text[1:]}." for text in beginnings]
     return _table(results, rows, name, f"{model} minus {reference}", caption, lines, notes)
 
 
@@ -167,12 +174,6 @@ def _difference_cells(results: Results, rows: pd.DataFrame) -> Line:
     for name in names:
         line[METRICS[name].difference_heading] = rows.loc[name, "figure"]
     return line
-
-
-def _warnings(warnings: pd.Series) -> list[str]:
-    """The distinct warnings of all rows as sentences, without the observed differences."""
-    beginnings = dict.fromkeys(text.partition(",")[0] for text in warnings if text)
-    return [f"{text[0].upper()}{text[1:]}." for text in beginnings]
 
 
 def strata_table(results: Results, method: str) -> Table:
@@ -271,10 +272,6 @@ def _count(number: int, noun: str) -> str:
 
 def _labels(keep_ratio: float, step: int) -> Line:
     return {"keep": keep_label(keep_ratio), "steps": step_label(step)}
-
-
-def _max_examples(rows: pd.DataFrame) -> str:
-    return str(rows["num_examples"].max())
 
 
 def _reported(rows: pd.DataFrame) -> pd.DataFrame:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.generate.answers import Sampling
 from kvcat.serving.engine import Question, RequestError, Usage
+from kvcat.settings import Sampling
 from kvcat.text.encoder import repaired
 
 FIELD = "kvcat"

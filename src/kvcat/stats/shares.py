@@ -69,7 +69,6 @@ def effective_answers(
     """The number of independent answers that say as much, and the quantile (see ``share``).
 
     Args:
-        values: a value of each example.
         documents: name of each example's document.
         variance: of independent values.
     """

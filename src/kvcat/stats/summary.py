@@ -198,6 +198,9 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
         significant = significant and ratio.excludes(1.0)
     improved = (difference.value < 0.0) == metric.lower_is_better
     verdict = "better" if improved else "worse"
+    warning = ""
+    if metric.share:
+        warning = small_sample_warning(*_scores(sample, other, name), sample.documents)
     return {
         "metric": name,
         "difference": difference.value,
@@ -209,7 +212,7 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
         "p": p_value,
         "verdict": verdict if significant else "level",
         **sample.sizes,
-        "warning": _warning(sample, other, name) if metric.share else "",
+        "warning": warning,
     }
 
 
@@ -252,11 +255,6 @@ def _swap_p_value(sample: Sample, other: Sample, name: str) -> float:
     )
 
 
-def _warning(sample: Sample, other: Sample, name: str) -> str:
-    score, other_score = _scores(sample, other, name)
-    return small_sample_warning(score, other_score, sample.documents)
-
-
 def _scores(sample: Sample, other: Sample, name: str) -> tuple[Array, Array]:
     """The scores of each example in both samples, averaged over training runs."""
     return sample.columns[name].mean(axis=0), other.columns[name].mean(axis=0)
@@ -284,13 +282,10 @@ def _correct_p_values(frame: pd.DataFrame) -> None:
     all_examples = tested["stratum"] == ""
     for (_, metric, _), rows in tested.groupby(["model", "metric", all_examples], sort=False):
         if METRICS[str(metric)].of_dense_model:
-            frame.loc[rows.index, "p_holm"] = _corrected_once(rows)
+            # the same p-values for every method: one test of the dense model for each stratum
+            tests = rows[["stratum", "p"]].drop_duplicates()
+            tests = tests.assign(p_holm=holm(tests["p"].to_numpy(float)))
+            corrected = rows[["stratum", "p"]].merge(tests, how="left")
+            frame.loc[rows.index, "p_holm"] = corrected["p_holm"].to_numpy()
         else:
             frame.loc[rows.index, "p_holm"] = holm(rows["p"].to_numpy(float))
-
-
-def _corrected_once(rows: pd.DataFrame) -> Array:
-    """Holm's p-values for a metric of the dense model, which is one test for all methods."""
-    tests = rows[["stratum", "p"]].drop_duplicates()
-    tests = tests.assign(p_holm=holm(tests["p"].to_numpy(float)))
-    return rows[["stratum", "p"]].merge(tests, how="left")["p_holm"].to_numpy()

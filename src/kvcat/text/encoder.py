@@ -13,8 +13,8 @@ from functools import cached_property
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
-from kvcat.choices import Bos
 from kvcat.errors import InputError
+from kvcat.options import Bos
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -242,7 +242,6 @@ def opening_ids(tokenizer: "PreTrainedTokenizerBase", bos: Bos = "auto") -> list
     """The token ids at the start of a text: BOS for many tokenizers, nothing for others.
 
     Args:
-        tokenizer: a tokenizer of transformers.
         bos: "auto": the tokens that the tokenizer adds; "always": these, or BOS if it adds none;
             "never": no tokens.
 

@@ -1,11 +1,13 @@
 """A chat template: what it writes around a document and a question, and around turns."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import io
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 
 from kvcat.errors import InputError, one_line
 from kvcat.text.encoder import Piece, TextEncoder, check_text, cut_control_tokens
@@ -18,6 +20,7 @@ _QUESTION = "zkjvqx1"
 _PROBE = "Is <b>\"x\" & 'y'</b> \\n {{ z }}  [1]?\n\n\tf(x) % 2 \u00e9\u6771."
 _CUT = "\ufdd0"  # no character: a place in a text that no control token may span
 _MOST_LOOKED_FOR = 16  # control tokens in an answer that are tried one by one
+_MOST_WRITTEN = 1 << 26  # characters, for a context of about sixteen million tokens
 _TRIES = 3  # to render a template that writes the time several times within one
 
 T = TypeVar("T")
@@ -172,7 +175,9 @@ class ChatTemplate:
             ]
             return self._render(messages, is_answered=is_answered)
 
-        cut = [_cut(text, encoder) for text in texts]
+        # with a mark inside every control token that a text spells
+        controls = encoder.control_tokens.values()
+        cut = [_CUT.join(cut_control_tokens(text, controls)) for text in texts]
         answers = [index for index, turn in enumerate(turns) if turn["role"] == "assistant"]
         visible = list(cut)  # what the template reads: answers as they are
         for index in answers:
@@ -238,7 +243,6 @@ class ChatTemplate:
         """A text of a user's turn as the template writes it.
 
         Args:
-            content: of the turn.
             text: the part of it that is wanted.
             around: what the template must write before and after this part.
         """
@@ -259,6 +263,10 @@ class ChatTemplate:
                 {**turn, "content": [{"type": "text", "text": turn["content"]}]} for turn in turns
             ]
         try:
+            template = self.tokenizer.get_chat_template()
+            # the function has a cache, so this is the template that the tokenizer renders
+            compiled: Any = chat_template_utils._compile_jinja_template(template)
+            compiled.environment.concat = _bounded_join
             return str(
                 self.tokenizer.apply_chat_template(
                     [dict(turn) for turn in turns],
@@ -269,11 +277,23 @@ class ChatTemplate:
         except TemplateError as error:
             reason = " ".join(str(error).split())[:200]
             raise self._rejection(f"rejects these messages: {reason}") from error
+        except InputError as error:
+            raise self._rejection(str(error)) from error
         except Exception as error:  # a template is a program: it raises anything
             raise self._rejection(f"fails: {one_line(error)}") from error
 
     def _rejection(self, reason: str) -> InputError:
         return InputError(f"the chat template of {_name(self.tokenizer)} {reason}")
+
+
+def _bounded_join(pieces: Iterable[str]) -> str:
+    """The text of what a template writes piece by piece; a template may write for ever."""
+    text = io.StringIO()
+    for piece in pieces:
+        text.write(piece)
+        if text.tell() > _MOST_WRITTEN:
+            raise InputError(f"writes more than {_MOST_WRITTEN >> 20} million characters")
+    return text.getvalue()
 
 
 def without_cuts(written: str) -> str:
@@ -294,11 +314,6 @@ def behind(written: str, length: int) -> str:
             place += 1
         place += 1
     return written[place:]
-
-
-def _cut(text: str, encoder: TextEncoder) -> str:
-    """The text with a mark inside every control token that it spells."""
-    return _CUT.join(cut_control_tokens(text, encoder.control_tokens.values()))
 
 
 def _fenced(text: str) -> str:

@@ -43,8 +43,6 @@ class Turns:
         """The turn's tokens after those before, and the turns with it.
 
         Args:
-            role: of the turn.
-            text: its content.
             is_answered: the tokens that open the assistant's turn are added as well.
 
         Raises:
@@ -84,7 +82,6 @@ class Turns:
         """The turns with the assistant's answer, whose tokens are appended already.
 
         Args:
-            answer: its text.
             end: the control token that ended it; empty if it was cut off.
         """
         return replace(self, answer=answer, end=end)
@@ -93,7 +90,6 @@ class Turns:
         """How many characters of the template's text are in the session already.
 
         Args:
-            written: the template's text.
             earlier: its text of the turns before the last answer.
         """
         if not written.startswith(earlier):

@@ -79,7 +79,6 @@ class Checkpoints:
     Args:
         run: folder of the run.
         keep: number of checkpoints to keep.
-        world: the processes.
         module, optimizer: what is saved and loaded.
     """
 
@@ -308,7 +307,7 @@ def _quietly(work: Callable[..., Any], *arguments: Any, **options: Any) -> None:
         warnings.simplefilter("ignore")
         try:
             work(*arguments, **options)
-        except CheckpointException as error:  # which is no Exception
+        except CheckpointException as error:  # not a subclass of Exception
             raise _first_failure(error) from error
 
 

@@ -1,6 +1,6 @@
 """Reads the files of ``torch.distributed.checkpoint`` without running code from them.
 
-torch reads ``.metadata`` and values that are no tensors with pickle, which calls whatever function
+torch reads ``.metadata`` and values that are not tensors with pickle, which calls whatever function
 a file names. A checkpoint that somebody else made could run a command.
 """
 
@@ -55,7 +55,7 @@ class SafeReader(FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """torch's planner; values that are no tensors are read with ``weights_only``."""
+    """torch's planner; values that are not tensors are read with ``weights_only``."""
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
         """Set a value; ``UnpicklingError`` if its bytes name a function."""

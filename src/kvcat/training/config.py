@@ -8,10 +8,9 @@ from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
 
-from kvcat.choices import Bos
 from kvcat.errors import InputError, unknown_name
 from kvcat.option_types import Unset
-from kvcat.options import describe_type, parse_spec, typed_value
+from kvcat.options import Bos, describe_type, parse_spec, typed_value
 from kvcat.plugins import POLICIES, plugin_names
 
 _POLICY_FILES = (Path(__file__).parents[1] / "policies").glob("[!_]*.py")

@@ -60,7 +60,6 @@ def train(config: TrainConfig, *, progress: bool = True) -> TrainResult:
     SIGTERM and SIGINT save a checkpoint after the current step.
 
     Args:
-        config: the whole configuration.
         progress: show progress on standard error.
 
     Raises:

@@ -18,7 +18,6 @@ def make_optimizer(
     matrix, count as vectors. ``lr_multiplier`` of a group is its learning rate over the model's.
 
     Args:
-        model: the model that is trained.
         router_parameters: of what chooses its slots; none for the control.
         config: configuration of the run.
     """

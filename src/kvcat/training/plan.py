@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from kvcat.chunks import DEVICE_ELEMENTS
 from kvcat.data.documents import open_source
 from kvcat.data.token_files import is_token_folder
 from kvcat.errors import InputError
 from kvcat.extras import install_command
+from kvcat.memory import DEVICE_ELEMENTS
 from kvcat.models import parse_device, positions_of, read_config
 from kvcat.policies import check_group_starts, parse_policy
 from kvcat.training.config import TrainConfig, check_batch

@@ -27,7 +27,6 @@ class Run:
 
     Args:
         config: configuration of the run.
-        world: the processes.
         objective: the model and its policies, sharded over the processes.
         optimizer: optimizer of the objective's parameters.
         checkpoints: checkpoints in the run's folder; the newest complete one is loaded.
@@ -85,7 +84,7 @@ class Run:
         try:
             yield run
         except (InputError, OSError):
-            checkpoints.wait()  # a mistake does not cut a checkpoint short
+            checkpoints.wait()  # let a checkpoint in progress finish before the error ends the run
             raise
         finally:
             log.close()

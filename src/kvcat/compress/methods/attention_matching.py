@@ -1,6 +1,7 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -16,17 +17,23 @@ from kvcat.cache import (
     Layer,
 )
 from kvcat.compress.base import Compressor
-from kvcat.compress.budgets import attention_and_curves, share_out, slot_sizes
+from kvcat.compress.budgets import (
+    Curve,
+    attention_and_curves,
+    share_out_parts,
+    slot_sizes,
+)
 from kvcat.compress.calibration import load_budgets
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
 from kvcat.compress.heads import HeadIndex, Heads, draw_rows
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import fitted_queries, usual_own_weight
+from kvcat.compress.queries import PartQueries, fitted_queries, usual_own_weight
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_one_of, did_you_mean
 from kvcat.options import check_options
+from kvcat.types import Tensor
 
 BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -40,6 +47,11 @@ PRESETS: dict[str, dict[str, Any]] = {
         "budgets": "equal",
     },
 }
+
+PART_TOKENS = 2048
+"""Most tokens of a long document whose slots are fitted together."""
+_SAMPLED = 0.5  # queries of other parts, relative to those of a part
+_LEAST_SLOTS = 4  # of a part, on average
 
 
 @dataclass(frozen=True)
@@ -148,48 +160,109 @@ class AttentionMatching(_Options):
     def _fitted_heads(
         self, prefix: Prefix, sizes: Sequence[int], bits: int | None
     ) -> Iterator[list[HeadGrid]]:
-        """For every size, the heads of every layer; quantised with ``bits``."""
-        fitted = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
+        """For every size, the heads of every layer; quantised with ``bits``.
+
+        A long prefix is fitted part by part, so that the cost is linear in the number of parts. Of
+        a part's attention only the order of its slots is kept until its slots are fitted.
+        """
+        queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
         drawn = None
         if self.num_queries is not None:
-            drawn = draw_rows(prefix.trace, fitted, self.num_queries, self.seed)
-        heads = Heads(prefix, fitted, drawn, self.group_elements)
-        dense, allocations = self._attention_and_slots(heads, sizes)
-        for slots_of_heads in allocations:
-            fits: dict[HeadIndex, HeadSlots] = {}
-            groups = heads.groups_for_fit(slots_of_heads)
-            for group in _with_progress(groups, "attention matching"):
-                slots = match_attention(
-                    heads.load_fitted(group),
-                    DenseAttention.stack([dense[head] for head in group]),
-                    slots_of_heads[group[0]],
-                    num_iters=self.num_iters,
-                    ridge=self.ridge,
-                    log_bias=self.log_bias,
-                    bits=bits,
-                )
-                fits.update(zip(group, slots.split(), strict=True))
-            yield [self._of_prefix(layer, index, fits) for index, layer in enumerate(prefix.layers)]
-
-    def _attention_and_slots(
-        self, heads: Heads, sizes: Sequence[int]
-    ) -> tuple[dict[HeadIndex, DenseAttention], list[dict[HeadIndex, int]]]:
-        """Every head's attention over the prefix, and for each size the slots of every head."""
-        prefix = heads.prefix
-        is_measured = self.budgets == "adaptive"
-        curve_sizes: set[int] = set()
-        if is_measured:
-            curve_sizes.update(*(slot_sizes(size, prefix.max_slots) for size in sizes))
-        groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
-        dense, curves = attention_and_curves(heads, groups, curve_sizes)
-        if is_measured:
-            return dense, [
-                share_out(curves, size, prefix.max_slots, by_layer=False) for size in sizes
+            drawn = draw_rows(prefix.trace, queries, self.num_queries, self.seed)
+        segments = self._segments(prefix, sizes, bits)
+        part_queries = PartQueries.of(prefix, len(segments), queries, sampled=_SAMPLED)
+        choices = [self._slots_to_choose(segments, size) for size in sizes]
+        curves: list[dict[HeadIndex, Curve]] = []
+        attentions: list[dict[HeadIndex, DenseAttention]] = []
+        for segment in segments:
+            heads = Heads(segment, part_queries.part(segment), drawn, self.group_elements)
+            groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
+            dense, of_part = attention_and_curves(heads, groups, set().union(*choices))
+            curves.append(of_part)
+            if len(segments) > 1:
+                dense = {head: attention.order_alone() for head, attention in dense.items()}
+            attentions.append(dense)
+        for size, choice in zip(sizes, choices, strict=True):
+            fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
+            slots_of_parts = self._slots_of_parts(prefix, attentions, curves, size, choice)
+            for segment, dense, slots in zip(segments, attentions, slots_of_parts, strict=True):
+                heads = Heads(segment, part_queries.part(segment), drawn, self.group_elements)
+                for head, fit in self._fit_heads(heads, dense, slots, bits).items():
+                    fits[head].append(fit)
+            joined = {head: _joined(pieces) for head, pieces in fits.items()}
+            yield [
+                self._of_prefix(layer, index, joined) for index, layer in enumerate(prefix.layers)
             ]
+
+    def _segments(self, prefix: Prefix, sizes: Sequence[int], bits: int | None) -> list[Prefix]:
+        """The parts of a prefix whose slots are fitted together.
+
+        There is one if the options do not allow to fit parts, and for few slots, which are soon
+        fitted, and may be fewer than there are parts.
+        """
+        if self.num_queries is not None or self.budgets not in BUDGETS or bits is not None:
+            return [prefix]
+        segments = prefix.parts(PART_TOKENS)
+        return segments if min(sizes) >= _LEAST_SLOTS * len(segments) else [prefix]
+
+    def _slots_to_choose(self, segments: Sequence[Prefix], size: int) -> list[int]:
+        """The numbers of slots that a head of a part may get, if errors decide."""
+        if self.budgets != "adaptive" and len(segments) == 1:
+            return []
+        longest = max(segment.max_slots for segment in segments)
+        return slot_sizes(size / len(segments), longest)
+
+    def _slots_of_parts(
+        self,
+        prefix: Prefix,
+        attentions: Sequence[Mapping[HeadIndex, DenseAttention]],
+        curves: Sequence[Mapping[HeadIndex, Curve]],
+        size: int,
+        choice: list[int],
+    ) -> list[dict[HeadIndex, int]]:
+        """For every part, the number of slots of each head."""
+        if choice:
+            return share_out_parts(curves, size, choice, by_head=self.budgets == "equal")
         if self.budgets == "equal":
-            return dense, [dict.fromkeys(dense, size) for size in sizes]
-        calibrated = load_budgets(self.budgets)
-        return dense, [calibrated.allocate(prefix, size) for size in sizes]
+            return [dict.fromkeys(attentions[0], size)]
+        return [load_budgets(self.budgets).allocate(prefix, size)]
+
+    def _fit_heads(
+        self,
+        heads: Heads,
+        dense: Mapping[HeadIndex, DenseAttention],
+        slots_of_heads: Mapping[HeadIndex, int],
+        bits: int | None,
+    ) -> dict[HeadIndex, HeadSlots]:
+        """The fitted slots of all heads of a part; positions are those in the prefix.
+
+        Args:
+            heads: with the queries to fit to.
+            dense: their attention over the part; where only the order was kept, the rest is
+                computed again.
+            slots_of_heads: number of slots of each.
+            bits: as in ``match_attention``.
+        """
+        fits: dict[HeadIndex, HeadSlots] = {}
+        groups = heads.groups_for_fit(slots_of_heads)
+        for group in _with_progress(groups, "attention matching"):
+            batch = heads.load_fitted(group)
+            attention = DenseAttention.stack([dense[head] for head in group])
+            if not attention.weights.shape[1]:
+                attention = dense_attention(batch)._replace(order=attention.order)
+            slots = match_attention(
+                batch,
+                attention,
+                slots_of_heads[group[0]],
+                num_iters=self.num_iters,
+                ridge=self.ridge,
+                log_bias=self.log_bias,
+                bits=bits,
+            )
+            positions: Tensor = slots.positions  # type: ignore[assignment]
+            slots = replace(slots, positions=positions + heads.prefix.first_slot)
+            fits.update(zip(group, slots.split(), strict=True))
+        return fits
 
     def _of_prefix(
         self, layer: CompactLayer, index: int, fits: Mapping[HeadIndex, HeadSlots]
@@ -263,6 +336,11 @@ def match_attention(
     rounded_values = round_values_together(values, attention, bits)
     codes = list(RoundedHeads(rounded_keys, rounded_values).split())
     return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
+
+
+def _joined(pieces: list[HeadSlots]) -> HeadSlots:
+    """The slots of a head's parts; those of one part may have codes."""
+    return pieces[0] if len(pieces) == 1 else HeadSlots.joined(pieces)
 
 
 def _check_budget_file(budgets: str) -> None:

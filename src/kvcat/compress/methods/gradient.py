@@ -74,6 +74,7 @@ class GradientCompression(Compressor):
     """
 
     needs_predictions: ClassVar[bool] = True
+    resumes: ClassVar[bool] = True
 
     num_steps: int = 100
     lr: float = 1e-2

@@ -20,9 +20,9 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rows import Rows
 from kvcat.compress.sessions.state import SessionState
-from kvcat.compress.trace import PastQueries
 from kvcat.errors import InputError, one_line
 from kvcat.files import make_folder
 from kvcat.options import typed_fields
@@ -30,7 +30,7 @@ from kvcat.types import Tensor, at_least_float32
 
 _COMPACT = "compact."
 _EXACT = ("keys", "values", "queries")
-_MASSES = ("log_later_mass", "log_mass")
+_MASSES = ("log_elsewhere", "log_mass")
 _ROWS = ("states", "outputs")
 _CONTENT = {
     "num_compactions": int,
@@ -257,17 +257,20 @@ def _check_compact(compact: CompactCache, example: SessionState) -> None:
         last = stop
 
 
-def _check_past_queries(kept: PastQueries, state: SessionState, example: SessionState) -> None:
+def _check_past_queries(kept: QuerySet, state: SessionState, example: SessionState) -> None:
     """Raise a ``ValueError`` for kept queries that no compaction leaves."""
     count = len(kept.positions)
     for name in ("positions", "starts"):
         places = getattr(kept, name)
+        if places is None:
+            raise ValueError(f"kept queries have no {name}")
         if places.dtype != torch.long or places.shape != (count,):
             raise ValueError(f"{name} of kept queries are {_described(places)}")
     positions = [-1, *kept.positions.tolist(), state.past_len]
     if any(first >= second for first, second in pairwise(positions)):
         raise ValueError("positions of kept queries are not ascending ones of the compact cache")
-    if not state.past_len <= kept.place < 1 << 31 or int(kept.starts.min() if count else 0) < 0:
+    has_negative = kept.starts is not None and bool((kept.starts < 0).any())
+    if not state.past_len <= kept.place < 1 << 31 or has_negative:
         raise ValueError(f"kept queries are moved to {kept.place}")
     masses = [at_least_float32(queries[..., 0]) for queries in example.queries]
     masses = [mass.expand(-1, -1, count) for mass in masses]
@@ -327,7 +330,7 @@ def _state(
     )
 
 
-def _tensors_of_queries(kept: PastQueries) -> dict[str, Tensor]:
+def _tensors_of_queries(kept: QuerySet) -> dict[str, Tensor]:
     """The tensors of kept queries by their name in a file."""
     tensors = {"past.positions": kept.positions, "past.starts": kept.starts}
     for name in _MASSES:
@@ -342,12 +345,12 @@ def _tensors_of_queries(kept: PastQueries) -> dict[str, Tensor]:
 
 def _queries_of_tensors(
     tensors: dict[str, Tensor], place: int, num_layers: int, device: torch.device
-) -> PastQueries:
+) -> QuerySet:
     """The kept queries of a file.
 
     Args:
         tensors: of the file.
-        place: as in ``PastQueries``.
+        place: as in ``QuerySet``.
         num_layers: of the model.
         device: of the model.
     """
@@ -359,11 +362,14 @@ def _queries_of_tensors(
         pairs = zip(of_layers(f"{name}.integers"), of_layers(f"{name}.scales"), strict=True)
         return [Rows(integers, scales) for integers, scales in pairs]
 
-    return PastQueries(
-        positions=tensors["past.positions"],
-        starts=tensors["past.starts"],
+    positions = tensors["past.positions"]
+    return QuerySet(
         states=rows("states"),
-        log_later_mass=of_layers("log_later_mass"),
+        positions=positions,
+        weights=torch.ones(len(positions)),
+        log_elsewhere=of_layers("log_elsewhere"),
+        num_fitted=len(positions),
+        starts=tensors["past.starts"],
         place=place,
         log_mass=of_layers("log_mass"),
         outputs=rows("outputs"),

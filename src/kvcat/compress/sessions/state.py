@@ -16,10 +16,11 @@ from kvcat.cache import (
     first_ids,
 )
 from kvcat.cache.ranges import Range
-from kvcat.choices import NUM_FIRST
 from kvcat.compress.prefix import clipped
-from kvcat.compress.trace import LayerTrace, Past, PastQueries, Trace, TracedText
+from kvcat.compress.query_set import QuerySet
+from kvcat.compress.trace import LayerTrace, Past, Trace, TracedText
 from kvcat.models import capture, frozen
+from kvcat.options import NUM_FIRST
 from kvcat.types import Float, Int, Tensor
 
 
@@ -49,7 +50,7 @@ class SessionState:
     hidden: Float[Tensor, "batch exact hidden"] | None
     stream: Sequence[Float[Tensor, " batch"]]
     scales: Sequence[float]
-    past_queries: PastQueries | None = None
+    past_queries: QuerySet | None = None
 
     @classmethod
     def empty(cls, model: PreTrainedModel) -> "SessionState":
@@ -198,7 +199,7 @@ class SessionState:
         """The ranges of protected tokens in the compact cache."""
         return () if self.compact is None else self.compact.record.protected
 
-    def compacted(self, compact: CompactCache, past_queries: PastQueries | None) -> "SessionState":
+    def compacted(self, compact: CompactCache, past_queries: QuerySet | None) -> "SessionState":
         """The state whose first tokens are in another compact cache; the others stay exact."""
         num_later = self.num_tokens - compact.num_tokens
         first = self.num_exact - num_later

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from kvcat.evals import Record, ResultsFolder
-from kvcat.recipes.verdicts import compression_verdicts, training_verdicts
 from kvcat.report import read_results
+from kvcat.report.verdicts import compression_verdicts, training_verdicts
 
 DOCUMENTS = 8
 KEEPS = (0.1, 0.2)

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 
-from kvcat.report import Results
+from kvcat.report.results import Results
 
 SAME_TOKENS = 0.95
 """The share of equal next tokens that the answer on sizes asks for."""

@@ -1,7 +1,7 @@
 """Gain and price of KV-CAT by tokens per parameter, from the results of every window.
 
-    python runs/scale/tables.py                       # prints the table
-    python runs/scale/tables.py --add FOLDER...       # adds results folders to the file
+    python runs/scale/curve.py                       # prints the table
+    python runs/scale/curve.py --add FOLDER...       # adds results folders to the file
 
 ``records.csv.gz`` holds a row for every model, training seed, supervision, method, keep ratio and
 window. A model's name is FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``:
@@ -15,21 +15,22 @@ seeds that both have.
 """
 
 import argparse
-import gzip
-import io
+import sys
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from kvcat.errors import run_script
-from kvcat.evals import Record, compare_models
+from kvcat.errors import InputError, run_script
+from kvcat.evals import compare_models
 from kvcat.evals.records import read_config, read_records
+
+sys.path.append(str(Path(__file__).parents[1] / "smollm2"))
+
+from add_records import write
+from records import DEFAULT, PAPER, cell_record
 
 FILE = Path(__file__).with_name("records.csv.gz")
 QUEUE = Path(__file__).with_name("queue.txt")
-PAPER = "attention-matching,preset=paper"
-DEFAULT = "attention-matching"
 VALUES = ["kl", "nll", "nll_dense", "context_gain"]
 KEY = ["model", "seed", "supervision", "method", "keep_ratio", "document", "window"]
 COLUMNS = {  # metric, supervision, method; at 5 % of the slots
@@ -76,15 +77,26 @@ def add(folders: list[Path], path: Path) -> int:
     """Add the rows of results folders that the file does not have; returns their number."""
     old = read(path)
     new = pd.concat([rows_of(folder) for folder in folders], ignore_index=True)
+    _check_windows(old, new)
     both = pd.concat([old, new], ignore_index=True) if len(old) else new
     both = both.drop_duplicates(KEY, keep="first")
-    text = io.StringIO()
-    both.to_csv(text, index=False, lineterminator="\n")
-    unfinished = path.with_suffix(".partial")
-    with unfinished.open("wb") as file, gzip.GzipFile("", "wb", 9, file, mtime=0) as compressed:
-        compressed.write(text.getvalue().encode())
-    unfinished.replace(path)  # a run that is killed here loses nothing
+    write(both, path)
     return len(both) - len(old)
+
+
+def _check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
+    """Raise an ``InputError`` if new rows are of other windows: models would not be comparable.
+
+    The texts are the installed Python sources, so that other packages give other windows.
+    """
+    for supervision, rows in new.groupby("supervision"):
+        before = set(old.loc[old["supervision"] == supervision, "window"])
+        other = set(rows["window"]) ^ before
+        if before and other:
+            raise InputError(
+                f"{len(other)} windows of {supervision} are not those of the records: install the "
+                "packages of constraints.txt and no others, or begin a new file of records"
+            )
 
 
 def compared(rows: pd.DataFrame, model: str, column: str) -> str:
@@ -98,34 +110,12 @@ def compared(rows: pd.DataFrame, model: str, column: str) -> str:
     if rows.empty:
         return "-"
     num_predicted = 255 if supervision == "suffix" else 127
-    records = [_record(row, num_predicted) for row in rows.to_dict("records")]
+    records = [cell_record(row, num_predicted) for row in rows.to_dict("records")]
     table = compare_models(records, control).set_index("metric")
     row = table.loc[metric]
     if metric in RATIOS:
         return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
     return f"{row['difference']:+.4f} [{row['low']:+.4f}, {row['high']:+.4f}]"
-
-
-def _record(row: dict[str, Any], num_predicted: int) -> Record:
-    label = f"{row['model']}@{row['seed']}"
-    values = {name: row[name] for name in ("kl", "nll", "nll_dense", "context_gain")}
-    # the sums whose ratio is KL per nat of context gain
-    values |= {"diverged": row["kl"] * num_predicted, "gained": row["context_gain"] * num_predicted}
-    return Record(
-        model=label,
-        fingerprint=label,
-        dtype="",
-        method=row["method"],
-        options="{}",
-        keep_ratio=row["keep_ratio"],
-        step=None,
-        seed=None,
-        dataset=row["supervision"],
-        stratum="",
-        document=row["document"],
-        example=row["window"],
-        values=values,
-    )
 
 
 def table(rows: pd.DataFrame) -> str:

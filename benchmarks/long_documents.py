@@ -1,0 +1,289 @@
+"""Cost and quality by length of a document: python benchmarks/long_documents.py --out FILE.
+
+A document is a passage of a book of --data with eight facts at even depths, such as "The phone
+number of Anna is 48213." It is compressed by every method to every --keep. One thread measures
+
+    seconds       processor time of the trace and of the method, over that of a plain forward that
+                  fills a cache ("reading")
+    memory        peak of both over the loaded model, over the bytes of the dense cache
+    KL            KL(dense || compact) on the 256 tokens of the book that follow, nats per token
+    right         greedy answers that contain the fact's whole number, asked one by one as the
+                  beginning of the sentence
+
+    attention-matching, snapkv, h2o, ...   any method; a long document is repeated in parts
+    one-fit        attention-matching fitted to all parts together: the oracle of fits by part
+    one-repetition one repetition of the whole document, which needs twice its positions
+    equal-parts    every part alone, with the same ratio in every part
+    truncated      both ends of the text, as many tokens as the others have slots
+
+Every cell is written to --out when it is measured, and the same command continues.
+"""
+
+import argparse
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+from named_models import NamedModel, add_record_options, for_each_model
+from questions import DIGITS, LINE, NAMES, right
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import kvcat
+from kvcat.cache import CompactCache
+from kvcat.compress import AttentionMatching, Trace, make_compressor, parse_method
+from kvcat.compress.compare import replay_hidden
+from kvcat.compress.documents import reconstruction, sequence_trace
+from kvcat.compress.prefix import Prefix
+from kvcat.errors import run_script
+from kvcat.evals.answers import greedy_answers
+from kvcat.evals.haystacks import draws, number, shuffled
+from kvcat.files import append_jsonl
+from kvcat.losses import score_positions
+from kvcat.models import output_head
+
+FACTS = 8
+LATER = 256
+ONE_FIT = "one-fit"
+ONE_REPETITION = "one-repetition"
+TRUNCATED = "truncated"
+DENSE = "dense"
+METHODS = ("attention-matching", ONE_FIT, ONE_REPETITION, "snapkv", "h2o", TRUNCATED)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A passage of a book with facts, and the text that follows it; the same for every method.
+
+    Args:
+        tokenizer: of the model.
+        text: of the book.
+        index: of the document.
+        num_tokens: about so many.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    text: str
+    index: int
+    num_tokens: int
+
+    @cached_property
+    def facts(self) -> list[tuple[str, str]]:
+        """Names and numbers, in the order of the text."""
+        draw = draws("0", "long", self.index)
+        return [(name, number(draw, DIGITS)) for name in shuffled(draw, NAMES)[:FACTS]]
+
+    @cached_property
+    def parts(self) -> tuple[str, list[int]]:
+        """The document, and the token ids after it."""
+        lines = [f"\n{LINE.format(name)} {code}.\n" for name, code in self.facts]
+        num_plain = self.num_tokens - sum(len(self.tokenizer.encode(line)) for line in lines)
+        start = int(draws("0", "place", self.index).random() * len(self.text) * 0.5)
+        passage = self.text[start : start + 8 * (self.num_tokens + LATER)]
+        ids = self.tokenizer.encode(passage, add_special_tokens=False, verbose=False)
+        pieces = []
+        for place, line in enumerate(lines):
+            first, last = (num_plain * each // FACTS for each in (place, place + 1))
+            middle = (first + last) // 2
+            pieces += [self.tokenizer.decode(ids[first:middle]), line]
+            pieces.append(self.tokenizer.decode(ids[middle:last]))
+        return "".join(pieces), ids[num_plain : num_plain + LATER]
+
+
+@dataclass(frozen=True)
+class Dense:
+    """What a document costs and predicts without compression.
+
+    Args:
+        seconds: of a plain forward.
+        hidden: input of the head after the document, for the later tokens.
+        later: these tokens.
+        num_bytes: of the dense cache.
+    """
+
+    seconds: float
+    hidden: torch.Tensor
+    later: torch.Tensor
+    num_bytes: int
+
+
+def peak_memory(run: Callable[[], Any]) -> tuple[Any, int]:
+    """The result of a call and the peak of the process's memory over that before it, in bytes."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")
+    result = run()
+    return result, _status("VmHWM") - before
+
+
+def _status(name: str) -> int:
+    """A size of the process's memory in bytes."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    raise LookupError(name)
+
+
+def seconds_of(run: Callable[[], Any]) -> tuple[Any, float]:
+    """The result of a call and its processor time."""
+    begun = time.process_time()
+    return run(), time.process_time() - begun
+
+
+@torch.no_grad()
+def read_dense(model: PreTrainedModel, document: Document) -> tuple[Dense, CompactCache]:
+    """The document without compression, and its cache."""
+    text, later_ids = document.parts
+    sequence = reconstruction(document.tokenizer, text)
+    ids = sequence.input_ids[:, : sequence.prefix_len]
+    model.set_attn_implementation("sdpa")
+    _, seconds = seconds_of(lambda: model(ids, use_cache=True, logits_to_keep=1))
+    whole = kvcat.trace(model, ids, supervision="self")
+    cache = whole.dense_cache()
+    later = torch.tensor([later_ids])
+    hidden = replay_hidden(model, cache, later)
+    return Dense(seconds, hidden, later, cache.nbytes), cache
+
+
+def traced(model: PreTrainedModel, document: Document, method: str) -> Trace:
+    """The trace for a method."""
+    sequence = reconstruction(document.tokenizer, document.parts[0])
+    return sequence_trace(model, sequence, in_parts=method != ONE_REPETITION)
+
+
+def compressed(trace: Trace, method: str, keep: float) -> CompactCache:
+    """The cache of a method."""
+    if method == TRUNCATED:
+        cache = trace.dense_cache()
+        num_slots = max(2, round(keep * trace.prefix_len))
+        first = num_slots // 2
+        chosen = [*range(first), *range(trace.prefix_len - (num_slots - first), trace.prefix_len)]
+        layers = [layer.at(torch.tensor(chosen)) for layer in cache.layers]
+        return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.record)
+    if method == ONE_FIT:
+        in_parts = Prefix.parts
+        Prefix.parts = lambda prefix, _: [prefix]
+        try:
+            return AttentionMatching()(trace, keep_ratio=keep)
+        finally:
+            Prefix.parts = in_parts
+    name, options = parse_method("attention-matching" if method == ONE_REPETITION else method)
+    return make_compressor(name, **options)(trace, keep_ratio=keep)
+
+
+@torch.no_grad()
+def quality(
+    model: PreTrainedModel, document: Document, dense: Dense, cache: CompactCache
+) -> dict[str, Any]:
+    """KL on the later text, and the answers to all questions."""
+    hidden = replay_hidden(model, cache, dense.later)
+    kl = score_positions(output_head(model), hidden, dense.later, dense.hidden).kl
+    questions = [
+        document.tokenizer.encode(f"\n{LINE.format(name)}", add_special_tokens=False)
+        for name, _ in document.facts
+    ]
+    answers = greedy_answers(model, cache, questions, DIGITS + 2)
+    texts = [document.tokenizer.decode(tokens) for tokens in answers]
+    pairs = zip(texts, document.facts, strict=True)
+    return {
+        "kl": float(torch.as_tensor(kl).mean()),
+        "right": [right(answer, code) for answer, (_, code) in pairs],
+    }
+
+
+def cells(
+    model: PreTrainedModel, document: Document, options: argparse.Namespace, done: set[Any]
+) -> Iterator[dict[str, Any]]:
+    """The records of a document that are missing."""
+    wanted = [
+        (method, keep)
+        for method in options.methods
+        for keep in options.keep
+        if (document.index, document.num_tokens, method, keep) not in done
+    ]
+    if not wanted:
+        return
+    dense, cache = read_dense(model, document)
+    about = {"document": document.index, "tokens": document.num_tokens}
+    about |= {"reading": dense.seconds, "dense_bytes": dense.num_bytes}
+    if (document.index, document.num_tokens, DENSE, 1.0) not in done:
+        yield {**about, "method": DENSE, "keep": 1.0, **quality(model, document, dense, cache)}
+    del cache
+    for method, keep in wanted:
+        spent: dict[str, float] = {}
+
+        def run(method: str = method, keep: float = keep, spent: dict = spent) -> CompactCache:
+            trace, spent["trace"] = seconds_of(lambda: traced(model, document, method))
+            made, spent["method_seconds"] = seconds_of(lambda: compressed(trace, method, keep))
+            return made
+
+        made, peak = peak_memory(run)
+        yield {
+            **about,
+            "method": method,
+            "keep": keep,
+            **spent,
+            "peak": peak,
+            "bytes": made.nbytes,
+            **quality(model, document, dense, made),
+        }
+
+
+def table(records: pd.DataFrame) -> pd.DataFrame:
+    """Means by length, method and size."""
+    frame = records.copy()
+    frame["over reading"] = (frame["trace"] + frame["method_seconds"]) / frame["reading"]
+    frame["memory"] = frame["peak"] / frame["dense_bytes"]
+    frame["right"] = frame["right"].map(sum)
+    frame["asked"] = FACTS
+    groups = frame.groupby(["tokens", "method", "keep"])
+    means = groups[["over reading", "memory", "kl"]].mean()
+    return means.join(groups[["right", "asked"]].sum()).reset_index()
+
+
+def measure(named_model: NamedModel, options: argparse.Namespace) -> None:
+    """Print the table of one model, measured where records are missing."""
+    records = named_model.records(options.out)
+    done = {(r["document"], r["tokens"], r["method"], r["keep"]) for r in records}
+    books = pd.read_parquet(options.data)["text"].tolist()
+    model: Any = None
+    for num_tokens in options.tokens:
+        for index in range(options.documents):
+            document = Document(named_model.tokenizer, books[index % len(books)], index, num_tokens)
+            every = {(index, num_tokens, m, k) for m in options.methods for k in options.keep}
+            if every <= done:
+                continue
+            if model is None:
+                model = named_model.load_for(options.out)
+            for record in cells(model, document, options, done):
+                named = {"model": named_model.label, **record}
+                append_jsonl(options.out, named)
+                records.append(named)
+                print({**named, "right": sum(named["right"])}, flush=True)
+    print(table(pd.DataFrame(records)).to_string(index=False))
+
+
+def main() -> None:
+    """Measure and print a table for each model."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add_record_options(parser)
+    parser.add_argument("--data", type=Path, required=True, help="Parquet file with a column text")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
+    parser.add_argument("--documents", type=int, default=2, help="documents of each length")
+    parser.add_argument("--keep", type=float, nargs="+", default=[0.1, 0.2])
+    parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    options = parser.parse_args()
+    for_each_model(options, measure)
+
+
+if __name__ == "__main__":
+    run_script(main)

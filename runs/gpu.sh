@@ -1,0 +1,87 @@
+#!/bin/sh
+# What only a GPU can tell, in parts of at most eight minutes on an H100, each useful alone:
+#   PART=check   the tests for a GPU; attention and solver timings
+#   PART=train   tokens a second of `kvcat train` at Qwen2.5-0.5B's shape: control and router, eager and compiled,
+#                micro-batches of 8 and 16
+#   PART=curve   gain and price by tokens per parameter on kvcat-base (runs/scale), at 10.6: SEEDS, FORMS
+#   PART=long    trace and default on documents of 8,000 to 32,000 tokens against reading, MODEL's shape
+#   PART=vllm    the attention of compact documents in vLLM against its reference (needs kvcat[vllm])
+# PART=check runs/gpu.sh on a bare machine with Python and torch first installs kvcat; WHEELS=folder installs from that
+# folder alone, without a network. TRY=1 tries a part on a processor, with tiny sizes. Results are files in OUT.
+set -eu
+cd "$(dirname "$0")/.."
+: "${PART:?one of check, train, curve, long, vllm}"
+OUT=${OUT:-out/gpu} DEVICE=${DEVICE:-cuda}
+[ -z "${TRY:-}" ] || DEVICE=cpu
+mkdir -p "$OUT"
+python() { command "${PYTHON:-python3}" "$@"; }
+kvcat() { python -m kvcat "$@"; }
+# a command whose output is kept in a file and shown; it fails as the command does
+kept() {
+  file=$OUT/$1; shift
+  "$@" > "$file" 2>&1 || { cat "$file"; exit 1; }
+  cat "$file"
+}
+
+python -c "import kvcat, pytest, datasets, pandas, scipy, matplotlib" 2> "$OUT/missing.txt" || {
+  # torch stays the machine's
+  echo "torch==$(python -c 'import torch; print(torch.__version__)')" > "$OUT/torch.txt"
+  python -m pip install --quiet ${WHEELS:+--no-index --find-links "$WHEELS"} --constraint "$OUT/torch.txt" \
+    --editable ".[report]" pytest hypothesis
+}
+
+case $PART in
+  check)
+    tests="-m gpu tests"
+    [ -z "${TRY:-}" ] || { export KVCAT_TEST_DEVICE=accel; tests="-m gpu tests/test_gpu.py -k attention"; }
+    kept tests.txt python -m pytest -q $tests
+    small=${TRY:+--threads 1}
+    kept attention.txt python benchmarks/attention.py --device "$DEVICE" ${small:---dtype bfloat16}
+    kept solver.txt python benchmarks/attention_matching.py --device "$DEVICE" --model "${MODEL:-kvcat-base}" \
+      --data installed --windows "${TRY:-4}" --prefix ${TRY:+256} ${TRY:-1024 4096}
+    ;;
+  train)
+    [ -e "$OUT/shape/config.json" ] || python runs/gpu.py shape "$OUT/shape" ${TRY:+--tiny}
+    sequence=1024 steps=20 micros="8 16" compiles="no --compile"
+    [ -z "${TRY:-}" ] || { sequence=64; steps=4; micros=2; compiles=no; }
+    runs=
+    for form in "" -control; do
+      for micro in $micros; do
+        for compile in $compiles; do
+          [ "$compile" != no ] || compile=
+          run=$OUT/train/qwen2.5-0.5b${form:--router}-$micro${compile:+-compiled}
+          runs="$runs $run"
+          [ ! -e "$run/export" ] || continue
+          kvcat train "qwen2.5-0.5b$form" --model "$OUT/shape" --output "$run" --data installed --dtype bfloat16 \
+            --device "$DEVICE" --seq-len $sequence --batch-size $micro --micro-batch-size $micro --max-steps $steps \
+            --warmup-steps 2 --validation-every 1000 --validation-sequences 2 --checkpoint-every 1000 $compile
+        done
+      done
+    done
+    kept speed.txt python runs/gpu.py speed $runs
+    ;;
+  curve)
+    queue=$OUT/queue.txt
+    per_parameter=10.6 steps=1835
+    [ -z "${TRY:-}" ] || { per_parameter=0.1; steps=3; export WINDOWS=2; }
+    : > "$queue"
+    for seed in ${SEEDS:-1 2 3 4 5}; do
+      for form in ${FORMS:-control router rand}; do echo "$form $per_parameter $steps $seed" >> "$queue"; done
+    done
+    OUT=$OUT/scale RECORDS=$OUT/scale.csv.gz QUEUE=$queue DEVICE=$DEVICE runs/scale/curve.sh
+    kept scale.txt python runs/scale/curve.py --records "$OUT/scale.csv.gz"
+    ;;
+  long)
+    lengths="8000 16000 32000"
+    [ -z "${TRY:-}" ] || lengths=512
+    [ -n "${TRY:-}" ] || [ -n "${MODEL:-}" ] || [ -e "$OUT/shape/config.json" ] || python runs/gpu.py shape "$OUT/shape"
+    model=${MODEL:-$OUT/shape}
+    [ -z "${TRY:-}" ] || model=kvcat-base
+    kept long.txt python benchmarks/long_documents.py --model "$model" --device "$DEVICE" --lengths $lengths --keep 0.1 \
+      --methods attention-matching --data installed --documents 1 --out "$OUT/long.jsonl"
+    ;;
+  vllm)
+    kept vllm.txt python -m pytest -q -m gpu tests/serving
+    ;;
+  *) echo "no part $PART: check, train, curve, long or vllm" >&2; exit 2 ;;
+esac

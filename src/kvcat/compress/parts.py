@@ -1,0 +1,187 @@
+"""Traces of long documents: the text is read once, and repeated part by part behind it.
+
+One repetition of the whole text would need twice its positions, and would end far from what it
+repeats. Each part's repetition begins right after the text, and its queries alone are kept.
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcat.attention import check_not_wrapped
+from kvcat.attention.mass import log_mass
+from kvcat.cache import rope_factors
+from kvcat.compress.queries import own_queries
+from kvcat.compress.query_set import QuerySet
+from kvcat.compress.rows import Rows
+from kvcat.compress.trace import Reconstruction, Trace, TracedText
+from kvcat.compress.tracing import read, split_layers
+from kvcat.memory import return_freed_memory
+from kvcat.models import capture, frozen, positions_of
+from kvcat.types import Int, Tensor
+
+PART_TOKENS = 1024
+"""Most tokens of a text that are repeated at once."""
+_LEAST_TOKENS = 64  # of a part of a text that nearly fills the model's positions
+_LEAD = 16  # tokens before a part that begin its repetition, and whose queries are not kept
+_FITTED_PER_TOKEN = 1.0  # queries of the repetition, of each KV head
+_OWN_PER_TOKEN = 1.5  # the same of the text itself
+_OWN_PART = 256
+_TAIL = 32  # last positions whose queries eviction may ask for
+
+
+def num_parts(sequence: Reconstruction, positions: int, part_tokens: int = PART_TOKENS) -> int:
+    """The number of parts in which the copy of a text is repeated; 1 for a short text.
+
+    Args:
+        sequence: the text with its copy.
+        positions: of the model, which make parts of a very long text smaller.
+        part_tokens: most tokens of a part.
+    """
+    num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
+    if num_copied <= part_tokens and sequence.input_ids.shape[1] <= positions:
+        return 1
+    num_free = positions - sequence.supervision_start - _LEAD
+    return -(-num_copied // min(part_tokens, max(_LEAST_TOKENS, num_free)))
+
+
+def num_positions_in_parts(
+    sequence: Reconstruction, positions: int, part_tokens: int = PART_TOKENS
+) -> int:
+    """The positions that a model needs to read a text and to repeat it part by part."""
+    num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
+    count = num_parts(sequence, positions, part_tokens)
+    lead = _LEAD if count > 1 else 0
+    return sequence.supervision_start + lead + -(-num_copied // count)
+
+
+def longest_text(sequence: Reconstruction, positions: int) -> int:
+    """The tokens of the longest text that can be read and repeated in parts."""
+    num_instruction = sequence.supervision_start - sequence.prefix_len
+    return positions - num_instruction - _LEAD - _LEAST_TOKENS
+
+
+@torch.no_grad()
+def trace_in_parts(
+    model: PreTrainedModel,
+    sequence: Reconstruction,
+    *,
+    room: int | None = None,
+    part_tokens: int = PART_TOKENS,
+    on_read: Callable[[], None] = lambda: None,
+) -> Trace:
+    """The trace of texts that are read once and then repeated part by part.
+
+    It has no suffix: there are no predictions to learn from.
+
+    Args:
+        model: a decoder-only transformers model.
+        sequence: texts of equal length with the copy that supervises.
+        room: as in ``trace``.
+        part_tokens: most tokens of a part.
+        on_read: called when the text was read, before it is repeated.
+    """
+    check_not_wrapped(model)
+    prefix_len = sequence.prefix_len
+    expected_len = prefix_len + (room or 0)
+    text = TracedText(
+        input_ids=sequence.input_ids[:, :prefix_len],
+        prefix_len=prefix_len,
+        supervision="reconstruction",
+        supervision_start=prefix_len,
+        chat=sequence.chat,
+        chat_template=sequence.chat_template,
+        rope=rope_factors(model.config, expected_len),
+        room=room,
+    )
+    positions = positions_of(model.config)
+    longest = max(num_positions_in_parts(sequence, positions, part_tokens), expected_len)
+    split = split_layers(model, longest, None)
+    own_positions = torch.arange(0, prefix_len, _stride(model, _OWN_PER_TOKEN))
+    tail = torch.arange(max(0, prefix_len - _TAIL), prefix_len)
+    trace = read(model, text, split, torch.cat([own_positions, tail]).unique())
+    on_read()
+    count = num_parts(sequence, positions, part_tokens)
+    moved = own_queries(trace, _OWN_PART, _OWN_PER_TOKEN, own_positions)
+    if moved is not None and count > 1:
+        in_order = moved.selected(torch.arange(len(moved)))
+        moved = replace(in_order, states=_in_8_bits(in_order.states))
+        trace = _with_last_queries(trace, tail)
+    return_freed_memory()
+    stride = 1 if count == 1 else _stride(model, _FITTED_PER_TOKEN)
+    sources = [*_repeated(trace, sequence, count, stride), *([] if moved is None else [moved])]
+    return_freed_memory()
+    return replace(trace, sources=sources)
+
+
+def _with_last_queries(trace: Trace, positions: Int[Tensor, " last"]) -> Trace:
+    """The trace without the queries of its prefix, but for those at the last positions."""
+    layers = [
+        replace(layer, prefix_queries=layer.prefix_queries[:, :, -len(positions) :].clone())
+        for layer in trace.layers
+    ]
+    return replace(trace, layers=layers, prefix_positions=positions)
+
+
+def _in_8_bits(states: Any) -> list[Rows]:
+    """The queries of every layer, rounded, in a third or less of their memory."""
+    return [Rows.of(queries) for queries in states]
+
+
+def _stride(model: PreTrainedModel, per_token: float) -> int:
+    """The distance of tokens with at least so many queries of each KV head per token."""
+    config = model.config.get_text_config(decoder=True)
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return max(1, int(heads / kv_heads / per_token))
+
+
+def _repeated(
+    trace: Trace, sequence: Reconstruction, count: int, stride: int
+) -> Iterator[QuerySet]:
+    """The queries of ``count`` parts, repeated right after the text; each ``stride``th is fitted
+    to.
+    """
+    model = trace.model
+    instruction = sequence.input_ids[:, sequence.prefix_len : sequence.supervision_start]
+    copied = sequence.input_ids[:, sequence.supervision_start :]
+    num_copied = copied.shape[1]
+    num_opening = sequence.prefix_len - num_copied  # tokens of the text that the copy leaves out
+    edges = [number * num_copied // count for number in range(count + 1)]
+    text_cache = trace.dense_cache().to_transformers(model, read_only=True, any_length=True)
+    for start, stop in pairwise(edges):
+        lead = copied[:, max(0, start - _LEAD) : start]
+        ids = torch.cat([instruction, lead, copied[:, start:stop]], dim=1)
+        last_seen = torch.arange(ids.shape[1] - (stop - start), ids.shape[1])
+        with frozen(model):
+            captured = capture(
+                model,
+                ids,
+                query_positions=last_seen,
+                hidden_start=ids.shape[1] - 1,
+                past=text_cache,
+                rope=trace.text.rope,
+                layers=trace.layer_numbers,
+                first_slot=trace.prefix_len,
+            )
+        masses = [
+            log_mass(*layer, last_seen)
+            for layer in zip(captured.queries, captured.keys, captured.scales, strict=True)
+        ]
+        places = torch.arange(stop - start)
+        is_fitted = places % stride == 0
+        order = torch.cat([places[is_fitted], places[~is_fitted]])
+        yield QuerySet(
+            states=captured.queries if count == 1 else _in_8_bits(captured.queries),
+            positions=trace.prefix_len + last_seen[order],
+            weights=torch.ones(stop - start),
+            log_elsewhere=[mass[:, :, order] for mass in masses],
+            num_fitted=int(is_fitted.sum()),
+            boost=stride**0.5,
+            rows=order,
+            repeated=num_opening + start + order,
+        )

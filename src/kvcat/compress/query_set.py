@@ -1,0 +1,140 @@
+"""The queries of one source, at which compact slots are fitted to attention."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from kvcat.compress.rows import Rows
+from kvcat.models.rotation import KeyRotation
+from kvcat.types import Float, Int, Tensor
+
+
+@dataclass(frozen=True)
+class QuerySet:
+    """The queries of one source, with the weight of each query's error.
+
+    Sources are the text after the prefix, a part of the prefix that is repeated after it, the
+    prefix's own queries, moved after it, and queries that were kept of tokens which a compact cache
+    represents.
+
+    A query's error is weighted by w m / (m + e), where w is its weight, m its attention mass on the
+    slots that are fitted, and e that elsewhere, so that the quotient is the share of its attention
+    that goes to these slots. The first queries are fitted to; the others only select keys.
+
+    Args:
+        states: per layer, after rotation at the positions of their tokens.
+        positions: of their tokens.
+        weights: w of each query.
+        log_elsewhere: per layer, for each query, the log of its attention mass on keys that are not
+            fitted: those of its own text that it sees, sinks and protected slots; -inf if all
+            queries count equally.
+        num_fitted: number of the first queries, to which log-bias and values are fitted.
+        boost: further factor of the weights of these queries in the fit.
+        rows: index of each query in ``states``; None: all in their order.
+        starts: position at which the part of each query begins; None: queries are not moved.
+        place: position to which the beginning of each part is moved.
+        rotation: of the model, for queries that are moved.
+        is_causal: the queries are at the positions of their tokens, in the prefix, and do not see
+            later slots.
+        log_mass: per layer, the log of each query's attention mass on tokens that a compact cache
+            represents, as it was when each of these tokens was exact. Protected tokens are not part
+            of it. (): the queries attend to the slots.
+        outputs: per layer, each query's attention over these tokens.
+        repeated: token of the prefix that each query's token repeats; None: it repeats none, or the
+            query is the prefix's own.
+    """
+
+    states: Sequence[Float[Tensor, "batch heads held head_dim"] | Rows]
+    positions: Int[Tensor, " queries"]
+    weights: Float[Tensor, " queries"]
+    log_elsewhere: Sequence[Float[Tensor, "batch heads queries"]]
+    num_fitted: int
+    boost: float = 1.0
+    rows: Int[Tensor, " queries"] | None = None
+    starts: Int[Tensor, " queries"] | None = None
+    place: int = 0
+    rotation: KeyRotation | None = None
+    is_causal: bool = False
+    log_mass: Sequence[Float[Tensor, "batch heads queries"]] = ()
+    outputs: Sequence[Rows] = ()
+    repeated: Int[Tensor, " queries"] | None = None
+
+    def __len__(self) -> int:
+        """The number of queries of each query head."""
+        return len(self.positions)
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the queries are those of the prefix, moved after it."""
+        return self.rotation is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the queries, their masses and their outputs."""
+        each = [*self.states, *self.log_elsewhere, *self.log_mass, *self.outputs]
+        return sum(tensor.nbytes for tensor in each)
+
+    def of_heads(
+        self, layer: int, number: int, example: int, heads: list[int], queries: slice = slice(None)
+    ) -> Float[Tensor, "heads queries head_dim"]:
+        """Some queries of some query heads, where the fit has them.
+
+        They are rotated at every call, instead of being kept in memory twice.
+
+        Args:
+            layer: index among those of the set.
+            number: of this layer in the model.
+            example: row of the batch.
+            heads: query heads.
+            queries: of the set.
+        """
+        states = self.states[layer][example]
+        head_rows = torch.tensor(heads, device=self.log_elsewhere[layer].device)
+        if isinstance(states, Rows):
+            places = torch.arange(len(self)) if self.rows is None else self.rows
+            in_place = states.selected(0, head_rows).selected(1, places[queries]).numbers()
+        elif self.rows is None:
+            in_place = states.index_select(0, head_rows)[:, queries]
+        else:
+            held_rows = self.rows[queries].to(states.device)
+            flat_rows = head_rows.unsqueeze(1) * states.shape[1] + held_rows  # (heads, queries)
+            in_place = states.flatten(0, 1).index_select(0, flat_rows.flatten())
+            in_place = in_place.unflatten(0, flat_rows.shape)
+        if self.rotation is None or self.starts is None:
+            return in_place
+        shifts = self.place - self.starts[queries]
+        return self.rotation(in_place.unsqueeze(0), number, shifts).squeeze(0)
+
+    def of_layer(self, layer: int, number: int) -> Float[Tensor, "batch heads queries head_dim"]:
+        """All queries of a layer, where the fit has them; arguments as in ``of_heads``."""
+        num_examples, num_heads = self.log_elsewhere[layer].shape[:2]
+        every_head = list(range(num_heads))
+        return torch.stack(
+            [self.of_heads(layer, number, row, every_head) for row in range(num_examples)]
+        )
+
+    def selected(self, rows: Int[Tensor, " rows"]) -> "QuerySet":
+        """Some of the queries; those that are fitted to come first, as before."""
+        held = rows if self.rows is None else self.rows[rows]
+        return replace(
+            self,
+            states=[_selected(states, held) for states in self.states],
+            positions=self.positions[rows],
+            weights=self.weights[rows],
+            log_elsewhere=[_selected(mass, rows) for mass in self.log_elsewhere],
+            num_fitted=int((rows < self.num_fitted).sum()),
+            rows=None,
+            starts=None if self.starts is None else self.starts[rows],
+            repeated=None if self.repeated is None else self.repeated[rows],
+            log_mass=[_selected(mass, rows) for mass in self.log_mass],
+            outputs=[_selected(outputs, rows) for outputs in self.outputs],
+        )
+
+
+def _selected(states: Any, rows: Int[Tensor, " rows"]) -> Any:
+    """Some queries of a layer, a tensor or ``Rows``; queries are the third dimension."""
+    if isinstance(states, Rows):
+        return states.selected(2, rows)
+    return states.index_select(2, rows.to(states.device))

@@ -1,0 +1,194 @@
+"""Long documents: repeated part by part, and fitted part by part."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from structured_heads import eager_attention
+
+from kvcat.compress import AttentionMatching, Reconstruction, make_compressor, trace
+from kvcat.compress.documents import check_length
+from kvcat.compress.head_attention import dense_attention
+from kvcat.compress.heads import Heads
+from kvcat.compress.methods import attention_matching
+from kvcat.compress.parts import num_positions_in_parts, trace_in_parts
+from kvcat.compress.prefix import Prefix
+from kvcat.compress.queries import PartQueries, fitted_queries
+from tiny import refusal
+
+TEXT = 48
+INSTRUCTION = 5
+
+
+@pytest.fixture(scope="session")
+def sequence(windows):
+    """Three texts of 48 tokens that begin with a token which the copy leaves out."""
+    text = windows[:, :TEXT]
+    instruction = windows[:, TEXT : TEXT + INSTRUCTION]
+    ids = torch.cat([text, instruction, text[:, 1:]], dim=1)
+    return Reconstruction(ids, TEXT, TEXT + INSTRUCTION)
+
+
+@pytest.fixture(scope="session")
+def in_parts(double, sequence):
+    return trace_in_parts(double, sequence, part_tokens=24)
+
+
+def weights_of(traced, queries, layer, head):
+    """What dense attention gives of one KV head of the first example."""
+    return dense_attention(Heads(Prefix.of(traced), queries).load([(layer, 0, head)]))
+
+
+def test_the_queries_of_a_part_are_those_of_a_stock_forward_of_text_and_part(
+    double, windows, in_parts
+):
+    text = windows[:, :TEXT]
+    instruction = windows[:, TEXT : TEXT + INSTRUCTION]
+    first, second, _ = in_parts.sources
+    # half of the positions are fitted to, and come first
+    assert (first.num_fitted, second.num_fitted) == (12, 12)
+    assert first.repeated.tolist() == [*range(1, 24, 2), *range(2, 24, 2)]
+    assert sorted(second.repeated.tolist()) == list(range(24, 48))
+    # the second part is begun with the 16 tokens before it, whose queries are not kept
+    repeated = [text[:, 1:24], text[:, 24 - 16 : 48]]
+    for source, copied, num_lead in zip((first, second), repeated, (0, 16), strict=True):
+        ids = torch.cat([text, instruction, copied], dim=1)
+        attention = eager_attention(double, ids)
+        start = TEXT + INSTRUCTION + num_lead
+        for layer, keys in enumerate(in_parts.keys):
+            states = source.of_layer(layer, layer)
+            order = source.positions - start
+            expected = attention[layer][:, :, start:, :TEXT][:, :, order]
+            scores = states @ keys.repeat_interleave(2, 1).mT * in_parts.scales[layer]
+            total = torch.logaddexp(scores.logsumexp(-1), source.log_elsewhere[layer])
+            ours = (scores - total.unsqueeze(-1)).exp()
+            # queries are kept in 8 bits
+            torch.testing.assert_close(ours, expected, rtol=0, atol=0.02)
+
+
+def test_a_text_of_one_part_gives_the_cache_of_one_repetition(double, sequence):
+    one = trace(double, sequence)
+    whole = trace_in_parts(double, sequence)
+    for budgets in ("equal", "adaptive"):
+        method = AttentionMatching(budgets=budgets)
+        caches = [method(traced, num_slots=9) for traced in (one, whole)]
+        for ours, theirs in zip(*(cache.layers for cache in caches), strict=True):
+            assert torch.equal(ours.counts, theirs.counts)
+            for one_row, other_row in zip(ours.heads(), theirs.heads(), strict=True):
+                for one_head, other in zip(one_row, other_row, strict=True):
+                    torch.testing.assert_close(one_head.values, other.values)
+                    torch.testing.assert_close(one_head.log_bias, other.log_bias)
+
+
+def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts):
+    prefix = Prefix.of(in_parts)
+    segments = prefix.parts(24)
+    assert [(each.first_slot, each.tokens) for each in segments] == [(0, (0, 24)), (24, (24, 48))]
+    queries = fitted_queries(prefix, None, by_share=True)
+    # every query of the text in every part
+    part_queries = PartQueries.of(prefix, 2, queries, sampled=1.0)
+    of_parts = [part_queries.part(segment) for segment in segments]
+    for layer, keys in enumerate(in_parts.keys):
+        for segment, chosen in zip(segments, of_parts, strict=True):
+            inside = slice(*segment.tokens)
+            for whole, each in zip(queries, chosen, strict=True):
+                assert each.num_fitted == whole.num_fitted
+                rows = torch.isin(whole.positions, each.positions)
+                if whole.repeated is not None:
+                    rows = torch.isin(whole.repeated, each.repeated)
+                assert rows[: whole.num_fitted].all()
+                assert (each.weights == whole.weights[rows]).all()
+                states = each.of_layer(layer, layer)
+                scores = states @ keys.repeat_interleave(2, 1).mT * in_parts.scales[layer]
+                elsewhere = whole.log_elsewhere[layer][:, :, rows]
+                total = torch.logaddexp(scores.logsumexp(-1), elsewhere)
+                of_part = scores[..., inside].logsumexp(-1)
+                share = (of_part - torch.logaddexp(of_part, each.log_elsewhere[layer])).exp()
+                torch.testing.assert_close(share, (of_part - total).exp())
+
+
+def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_represent(in_parts):
+    prefix = Prefix.of(in_parts)
+    queries = fitted_queries(prefix, 0.0, by_share=True)
+    for sampled, stride in ((0.5, 2), (0.25, 4)):
+        part_queries = PartQueries.of(prefix, 2, queries, sampled=sampled)
+        other, inside = part_queries.part(prefix.parts(24)[1])
+        # half of the 23 tokens that are repeated in the first part are fitted to
+        assert [len(other), len(inside)] == [-(-12 // stride), 24]
+        assert other.weights.tolist() == pytest.approx([stride**0.5] * len(other))
+        assert (inside.weights == 1).all()
+
+
+@pytest.fixture
+def parts_of_24(monkeypatch):
+    """Slots of 24 tokens are fitted together."""
+    monkeypatch.setattr(attention_matching, "PART_TOKENS", 24)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "budgets"), [(8, "adaptive"), (20, "adaptive"), (9, "equal")]
+)
+def test_parts_share_the_slots_of_the_budget_and_their_slots_are_of_their_tokens(
+    in_parts, parts_of_24, num_slots, budgets
+):
+    cache = AttentionMatching(budgets=budgets)(in_parts, num_slots=num_slots)
+    is_equal = {bool(layer.counts.min() == layer.counts.max()) for layer in cache.layers}
+    assert (is_equal == {True}) == (budgets == "equal")
+    num_heads = sum(layer.counts[0].numel() for layer in cache.layers)
+    for example in range(3):
+        assert sum(int(layer.counts[example].sum()) for layer in cache.layers) == (
+            num_slots * num_heads
+        )
+    for layer, keys in zip(cache.layers, in_parts.keys, strict=True):
+        for example, row in enumerate(layer.heads()):
+            for head, slots in enumerate(row):
+                assert slots.positions.diff().min() > 0
+                assert torch.equal(slots.keys, keys[example, head, slots.positions])
+
+
+def test_protected_tokens_stay_exact_in_parts(in_parts, parts_of_24):
+    cache = AttentionMatching()(in_parts, num_slots=20, protect=[(3, 6), (23, 26)])
+    positions = [3, 4, 5, 23, 24, 25]
+    for layer, keys, values in zip(cache.layers, in_parts.keys, in_parts.values, strict=True):
+        slots = layer.head(1, 0)
+        assert torch.equal(slots.keys[:6], keys[1, 0, positions])
+        assert torch.equal(slots.values[:6], values[1, 0, positions])
+        assert (slots.bias_or_zeros()[:6] == 0).all()
+
+
+@pytest.mark.parametrize("method", ["refined", "snapkv", "h2o", "attention-matching,bits=8"])
+def test_other_methods_compress_a_trace_of_parts(in_parts, parts_of_24, method):
+    name, _, bits = method.partition(",bits=")
+    options = {"bits": int(bits)} if bits else {}
+    assert make_compressor(name, **options)(in_parts, num_slots=9).mean_slots == 9
+
+
+def test_a_trace_of_parts_has_no_predictions_to_learn_from(in_parts):
+    message = refusal(make_compressor("gradient", num_steps=1), in_parts, num_slots=9)
+    assert "the 48 tokens were repeated in parts" in message
+
+
+def test_a_text_that_leaves_no_room_for_a_part_is_rejected_with_what_can_be_done(model, sequence):
+    config = replace_positions(model.config, 200)
+    ids = torch.zeros(1, 305, dtype=torch.long)
+    long = replace(sequence, input_ids=ids, prefix_len=150, supervision_start=155)
+    assert num_positions_in_parts(long, 200) == 150 + 5 + 16 + 50  # at least 64 tokens a part
+    assert num_positions_in_parts(long, 260) == 150 + 5 + 16 + 75  # as large as the model allows
+    assert num_positions_in_parts(long, 305) == 305
+    assert num_positions_in_parts(long, 305, part_tokens=40) == 150 + 5 + 16 + 38
+    message = refusal(check_length, config, long, "reconstruction", in_parts=True)
+    assert "the text has 150 tokens, and the model 200 positions" in message
+    assert "supervision self repeats nothing, or shorten the text to 115" in message
+    check_length(config, long, "self", in_parts=True)
+    check_length(replace_positions(config, 305), long, "reconstruction", in_parts=False)
+    far = replace(long, prefix_len=250, supervision_start=255)
+    assert "split it into several" in refusal(
+        check_length, config, far, "reconstruction", in_parts=True
+    )
+
+
+def replace_positions(config, positions):
+    """A configuration with another number of positions."""
+    changed = type(config).from_dict(config.to_dict())
+    changed.max_position_embeddings = positions
+    return changed
