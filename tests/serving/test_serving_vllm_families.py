@@ -45,7 +45,6 @@ LONGROPE = {
 }  # fmt: skip
 REJECTED = {
     "longrope": ("phi3", LONGROPE, {}, "depend on the length"),
-    "softcap": ("gemma2", {"head_dim": 32}, {}, "soft-capped"),
     "pipeline": ("llama", {}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
     "store": ("llama", {}, {"documents": "/nowhere"}, "no folder of documents"),
     "bound": ("llama", {}, {"cache_mb": -1}, "cache_mb must be"),
