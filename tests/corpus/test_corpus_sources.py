@@ -51,7 +51,7 @@ def test_a_row_or_file_without_a_text_is_a_document_with_a_problem(tmp_path):
     assert "holds list" in problems["list"]
     assert "holds nothing" in problems["none"]
     assert "no column 'text'" in problems["no column"]
-    assert "no JSON object" in problems["rows.jsonl#4"]
+    assert "not a JSON object" in problems["rows.jsonl#4"]
     assert problems["good"] is None
     folder = tmp_path / "files"
     folder.mkdir()
