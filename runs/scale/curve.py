@@ -37,11 +37,9 @@ COLUMNS = {  # metric, supervision, method; at 5 % of the slots
     "dense NLL": ("nll_dense", "suffix", PAPER),
     "KL, paper's": ("kl", "suffix", PAPER),
     "KL, default": ("kl", "suffix", DEFAULT),
-    "KL, H2O": ("kl", "suffix", "h2o"),
     "KL / gain, default": ("kl_per_gain", "suffix", DEFAULT),
     "NLL, default": ("nll", "suffix", DEFAULT),
     "KL, default, text alone": ("kl", "reconstruction", DEFAULT),
-    "NLL, default, text alone": ("nll", "reconstruction", DEFAULT),
 }
 RATIOS = ("kl", "kl_per_gain")
 KEEP_RATIO = 0.05
