@@ -38,7 +38,7 @@ def queries_of(fitted, layer):
     examples, heads = fitted[0].log_elsewhere[layer].shape[:2]
     return torch.stack(
         [
-            torch.cat([each.of_heads(layer, layer, row, range(heads)) for each in fitted], 1)
+            torch.cat([each.of_heads(layer, layer, row, list(range(heads))) for each in fitted], 1)
             for row in range(examples)
         ]
     )

@@ -119,7 +119,7 @@ def trace_in_parts(
 
 
 def _with_last_queries(trace: Trace, positions: Int[Tensor, " last"]) -> Trace:
-    """The trace without the queries of its prefix, except those at the last positions."""
+    """The trace without the queries of its prefix except for those at the last positions."""
     layers = [
         replace(layer, prefix_queries=layer.prefix_queries[:, :, -len(positions) :].clone())
         for layer in trace.layers

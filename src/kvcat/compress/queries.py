@@ -53,17 +53,17 @@ def fitted_queries(
     trace = prefix.trace
     if own_weight is None:
         own_weight = usual_own_weight(trace)
+    is_self = trace.text.supervision == "self"
     if trace.sources:
         supervising = [each for each in trace.sources if not each.is_own]
         moved = [each for each in trace.sources if each.is_own] if own_weight else []
     else:
-        supervising = [supervising_queries(trace)]
         moved = _moved_sets(trace, part_tokens, fitted_per_token) if own_weight else []
-    if moved and trace.text.supervision == "self":
-        sets = moved
-    else:
+        supervising = [] if moved and is_self else [supervising_queries(trace)]
+    if supervising:
         total = torch.cat([each.weights for each in supervising]).square().sum()
-        sets = [*supervising, *_weighing(moved, own_weight * float(total))]
+        moved = _weighing(moved, own_weight * float(total))
+    sets = [*supervising, *moved]
     if by_share:
         sets = [_with_sinks(each, trace) for each in sets]
     else:
@@ -225,7 +225,7 @@ class PartQueries:
     """
 
     queries: Sequence[QuerySet]
-    of_prefix: Sequence[Sequence[Float[Tensor, "batch heads queries"]]]
+    of_prefix: Sequence[Sequence[Float[Tensor, "batch _ _"]]]
     stride: int
 
     @classmethod
