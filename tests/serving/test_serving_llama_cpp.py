@@ -121,7 +121,7 @@ def test_composed_caches_are_one_state_of_the_engine(served, tmp_path, seam_toke
     suffix = ids(1, NEW, seed=6)
     wanted = kvcat.replay(model, composed, suffix)[0]
     prefix = pack(composed, model, tmp_path / "p", KINDS["qwen2"])
-    assert prefix.num_tokens == 95
+    assert composed.num_tokens == 95
     with closing(LlamaCpp(path, num_ctx=256, cache_type="float32")) as running:
         running.load(prefix)
         assert running.position == composed.max_slots

@@ -46,7 +46,7 @@ class QuerySet:
             query is the prefix's own.
     """
 
-    states: Sequence[Float[Tensor, "batch heads held head_dim"] | Rows]
+    states: Sequence[Float[Tensor, "batch heads held _"] | Rows]  # layers differ in channels
     positions: Int[Tensor, " queries"]
     weights: Float[Tensor, " queries"]
     log_elsewhere: Sequence[Float[Tensor, "batch heads queries"]]
