@@ -13,7 +13,6 @@ number of Anna is 48213." It is compressed by every method to every --keep. One 
     attention-matching, snapkv, h2o, ...   any method; a long document is repeated in parts
     one-fit        attention-matching fitted to all parts together: the oracle of fits by part
     one-repetition one repetition of the whole document, which needs twice its positions
-    equal-parts    every part alone, with the same ratio in every part
     truncated      both ends of the text, as many tokens as the others have slots
 
 Every cell is written to --out when it is measured, and the same command continues.
