@@ -122,7 +122,6 @@ def calibrated_budgets():
         num_documents=1,
         sizes=(1, 16, 64),
         errors=((curve, curve),),
-        long_layers=(),
     )
 
 
