@@ -1,4 +1,4 @@
-"""What runs/gpu.sh needs beside kvcat's commands.
+"""What runs/gpu.sh needs next to kvcat's commands.
 
     python runs/gpu.py shape FOLDER [--tiny]    # a model of Qwen2.5-0.5B's shape, random weights
     python runs/gpu.py speed RUN...             # tokens a second and model FLOP utilisation of runs
