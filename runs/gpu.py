@@ -1,6 +1,7 @@
 """What runs/gpu.sh needs next to kvcat's commands.
 
     python runs/gpu.py shape FOLDER [--tiny]    # a model of Qwen2.5-0.5B's shape, random weights
+    python runs/gpu.py text FILE --tokens N --model MODEL    # the standard library's sources
     python runs/gpu.py speed RUN...             # tokens a second and model FLOP utilisation of runs
 
 The speed is the median over the second half of a run's steps, as its metrics.jsonl records them.
@@ -8,6 +9,8 @@ The speed is the median over the second half of a run's steps, as its metrics.js
 
 import argparse
 import statistics
+import sys
+import sysconfig
 from pathlib import Path
 
 import torch
@@ -16,20 +19,15 @@ from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 from kvcat.errors import run_script
 from kvcat.files import read_json, read_jsonl
 from kvcat.hub import local_folder
-from kvcat.models import load, save
+from kvcat.models import load, load_tokenizer, save
 from kvcat.training.config import TrainConfig
 from kvcat.training.plan import flops_per_token
 
-# dense peak in bfloat16 by GPU, operations per second, from the vendor's data sheets
-PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-QWEN = {
-    "vocab_size": 151_936,
-    "hidden_size": 896,
-    "intermediate_size": 4864,
-    "num_hidden_layers": 24,
-    "num_attention_heads": 14,
-    "num_key_value_heads": 2,
-}
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from training import PEAKS, SHAPES
+
+QWEN = SHAPES["qwen2.5-0.5b"]
 TINY = QWEN | {"hidden_size": 28, "intermediate_size": 64}
 
 
@@ -40,6 +38,17 @@ def shape(folder: Path, *, tiny: bool) -> None:
     made = Qwen2Config(**sizes, max_position_embeddings=32_768, tie_word_embeddings=True)
     tokenizer = AutoTokenizer.from_pretrained(local_folder("kvcat-base"))
     save(Qwen2ForCausalLM(made).to(torch.bfloat16), tokenizer, folder)
+
+
+def text(file: Path, model: str, num_tokens: int) -> None:
+    """Write a text of so many tokens: files of Python's standard library, one after the other."""
+    tokenizer = load_tokenizer(model)
+    sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+    ids: list[int] = []
+    while len(ids) < num_tokens:
+        source = sources.pop(0).read_text(encoding="utf-8", errors="replace")
+        ids += tokenizer.encode(source, add_special_tokens=False)
+    file.write_text(tokenizer.decode(ids[:num_tokens]), encoding="utf-8")
 
 
 def speed(runs: list[Path]) -> None:
@@ -63,14 +72,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("action", choices=["shape", "speed"])
-    parser.add_argument("folders", nargs="+", type=Path)
+    parser.add_argument("action", choices=["shape", "text", "speed"])
+    parser.add_argument("paths", nargs="+", type=Path)
     parser.add_argument("--tiny", action="store_true", help="a model for a trial on a processor")
+    parser.add_argument("--tokens", type=int, default=8000, help="of the text")
+    parser.add_argument("--model", default="kvcat-base", help="whose tokens they are")
     options = parser.parse_args()
     if options.action == "shape":
-        shape(options.folders[0], tiny=options.tiny)
+        shape(options.paths[0], tiny=options.tiny)
+    elif options.action == "text":
+        text(options.paths[0], options.model, options.tokens)
     else:
-        speed(options.folders)
+        speed(options.paths)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 #   PART=train   tokens a second of `kvcat train` at Qwen2.5-0.5B's shape: control and router, eager and compiled,
 #                micro-batches of 8 and 16
 #   PART=curve   gain and price by tokens per parameter on kvcat-base (runs/scale), at 10.6: SEEDS, FORMS
-#   PART=long    trace and default on documents of 8,000 to 32,000 tokens against reading, MODEL's shape
+#   PART=long    what `kvcat compress` costs on documents of 8,000 to 32,000 tokens, over reading them (MODEL)
 #   PART=vllm    the attention of compact documents in vLLM against its reference (needs kvcat[vllm])
 # PART=check runs/gpu.sh on a bare machine with Python and torch first installs kvcat; WHEELS=folder installs from that
 # folder alone, without a network. TRY=1 tries a part on a processor, with tiny sizes. Results are files in OUT.
@@ -35,10 +35,11 @@ case $PART in
     tests="-m gpu tests"
     [ -z "${TRY:-}" ] || { export KVCAT_TEST_DEVICE=accel; tests="-m gpu tests/test_gpu.py -k attention"; }
     kept tests.txt python -m pytest -q $tests
-    small=${TRY:+--threads 1}
-    kept attention.txt python benchmarks/attention.py --device "$DEVICE" ${small:---dtype bfloat16}
+    dtype=bfloat16 windows=4 prefixes="1024 4096"
+    [ -z "${TRY:-}" ] || { dtype=float32; windows=1; prefixes=256; }
+    kept attention.txt python benchmarks/attention.py --device "$DEVICE" --dtype $dtype
     kept solver.txt python benchmarks/attention_matching.py --device "$DEVICE" --model "${MODEL:-kvcat-base}" \
-      --data installed --windows "${TRY:-4}" --prefix ${TRY:+256} ${TRY:-1024 4096}
+      --data code=installed:test --windows $windows --prefix $prefixes --methods attention-matching snapkv
     ;;
   train)
     [ -e "$OUT/shape/config.json" ] || python runs/gpu.py shape "$OUT/shape" ${TRY:+--tiny}
@@ -72,13 +73,15 @@ case $PART in
     kept scale.txt python runs/scale/curve.py --records "$OUT/scale.csv.gz"
     ;;
   long)
-    lengths="8000 16000 32000"
-    [ -z "${TRY:-}" ] || lengths=512
-    [ -n "${TRY:-}" ] || [ -n "${MODEL:-}" ] || [ -e "$OUT/shape/config.json" ] || python runs/gpu.py shape "$OUT/shape"
-    model=${MODEL:-$OUT/shape}
-    [ -z "${TRY:-}" ] || model=kvcat-base
-    kept long.txt python benchmarks/long_documents.py --model "$model" --device "$DEVICE" --lengths $lengths --keep 0.1 \
-      --methods attention-matching --data installed --documents 1 --out "$OUT/long.jsonl"
+    lengths="8000 16000 32000" model=${MODEL:-$OUT/shape}
+    [ -z "${TRY:-}" ] || { lengths=1500; model=kvcat-base; }
+    [ "$model" != "$OUT/shape" ] || [ -e "$OUT/shape/config.json" ] || python runs/gpu.py shape "$OUT/shape"
+    for length in $lengths; do
+      python runs/gpu.py text "$OUT/$length.txt" --tokens "$length" --model "$model"
+      # its last line on standard error: seconds, also over those of reading, and memory over the whole cache
+      kept "long-$length.txt" python -m kvcat compress "$model" --text "$OUT/$length.txt" --keep 0.1 \
+        --device "$DEVICE" -o "$OUT/$length.safetensors" --overwrite
+    done
     ;;
   vllm)
     kept vllm.txt python -m pytest -q -m gpu tests/serving

@@ -45,10 +45,10 @@ def test_the_queries_of_a_part_are_those_of_a_stock_forward_of_text_and_part(
     text = windows[:, :TEXT]
     instruction = windows[:, TEXT : TEXT + INSTRUCTION]
     first, second, _ = in_parts.sources
-    # half of the positions are fitted to, and come first
-    assert (first.num_fitted, second.num_fitted) == (12, 12)
-    assert first.repeated.tolist() == [*range(1, 24, 2), *range(2, 24, 2)]
-    assert sorted(second.repeated.tolist()) == list(range(24, 48))
+    # every token that is repeated is fitted to: answers need each of them
+    assert (first.num_fitted, second.num_fitted) == (23, 24)
+    assert first.repeated.tolist() == list(range(1, 24))
+    assert second.repeated.tolist() == list(range(24, 48))
     # the second part is begun with the 16 tokens before it, whose queries are not kept
     repeated = [text[:, 1:24], text[:, 24 - 16 : 48]]
     for source, copied, num_lead in zip((first, second), repeated, (0, 16), strict=True):
@@ -113,8 +113,8 @@ def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_repres
     for sampled, stride in ((0.5, 2), (0.25, 4)):
         part_queries = PartQueries.of(prefix, 2, queries, sampled=sampled)
         other, inside = part_queries.part(prefix.parts(24)[1])
-        # half of the 23 tokens that are repeated in the first part are fitted to
-        assert [len(other), len(inside)] == [-(-12 // stride), 24]
+        # 23 tokens are repeated in the first part
+        assert [len(other), len(inside)] == [-(-23 // stride), 24]
         assert other.weights.tolist() == pytest.approx([stride**0.5] * len(other))
         assert (inside.weights == 1).all()
 

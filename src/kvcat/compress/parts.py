@@ -18,7 +18,7 @@ from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.rows import Rows
-from kvcat.compress.trace import Reconstruction, Trace, TracedText
+from kvcat.compress.trace import Reconstruction, Trace, TracedText, sampled_positions
 from kvcat.compress.tracing import read, split_layers
 from kvcat.memory import return_freed_memory
 from kvcat.models import capture, frozen, positions_of
@@ -28,8 +28,7 @@ PART_TOKENS = 1024
 """Most tokens of a text that are repeated at once."""
 _LEAST_TOKENS = 64  # of a part of a text that nearly fills the model's positions
 _LEAD = 16  # tokens before a part that begin its repetition, and whose queries are not kept
-_FITTED_PER_TOKEN = 1.0  # queries of the repetition, of each KV head
-_OWN_PER_TOKEN = 1.5  # the same of the text itself
+_OWN_PER_TOKEN = 1.5  # the text's own queries that are fitted to, of each KV head
 _OWN_PART = 256
 _TAIL = 32  # last positions whose queries eviction may ask for
 
@@ -101,7 +100,7 @@ def trace_in_parts(
     positions = positions_of(model.config)
     longest = max(num_positions_in_parts(sequence, positions, part_tokens), expected_len)
     split = split_layers(model, longest, None)
-    own_positions = torch.arange(0, prefix_len, _stride(model, _OWN_PER_TOKEN))
+    own_positions = sampled_positions(prefix_len)
     tail = torch.arange(max(0, prefix_len - _TAIL), prefix_len)
     trace = read(model, text, split, torch.cat([own_positions, tail]).unique())
     on_read()
@@ -112,8 +111,7 @@ def trace_in_parts(
         moved = replace(in_order, states=_in_8_bits(in_order.states))
         trace = _with_last_queries(trace, tail)
     return_freed_memory()
-    stride = 1 if count == 1 else _stride(model, _FITTED_PER_TOKEN)
-    sources = [*_repeated(trace, sequence, count, stride), *([] if moved is None else [moved])]
+    sources = [*_repeated(trace, sequence, count), *([] if moved is None else [moved])]
     return_freed_memory()
     return replace(trace, sources=sources)
 
@@ -132,19 +130,10 @@ def _in_8_bits(states: Any) -> list[Rows]:
     return [Rows.of(queries) for queries in states]
 
 
-def _stride(model: PreTrainedModel, per_token: float) -> int:
-    """The distance of tokens with at least so many queries of each KV head per token."""
-    config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return max(1, int(heads / kv_heads / per_token))
+def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[QuerySet]:
+    """The queries of ``count`` parts, repeated right after the text; all are fitted to.
 
-
-def _repeated(
-    trace: Trace, sequence: Reconstruction, count: int, stride: int
-) -> Iterator[QuerySet]:
-    """The queries of ``count`` parts, repeated right after the text; each ``stride``th is fitted
-    to.
+    Fitting to a third of them, and half of the text's own, lost half of the right answers.
     """
     model = trace.model
     instruction = sequence.input_ids[:, sequence.prefix_len : sequence.supervision_start]
@@ -172,16 +161,11 @@ def _repeated(
             log_mass(*layer, last_seen)
             for layer in zip(captured.queries, captured.keys, captured.scales, strict=True)
         ]
-        places = torch.arange(stop - start)
-        is_fitted = places % stride == 0
-        order = torch.cat([places[is_fitted], places[~is_fitted]])
         yield QuerySet(
             states=captured.queries if count == 1 else _in_8_bits(captured.queries),
-            positions=trace.prefix_len + last_seen[order],
+            positions=trace.prefix_len + last_seen,
             weights=torch.ones(stop - start),
-            log_elsewhere=[mass[:, :, order] for mass in masses],
-            num_fitted=int(is_fitted.sum()),
-            boost=stride**0.5,
-            rows=order,
-            repeated=num_opening + start + order,
+            log_elsewhere=masses,
+            num_fitted=stop - start,
+            repeated=torch.arange(num_opening + start, num_opening + stop),
         )
