@@ -11,6 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvcat.errors import InputError
 from kvcat.evals import Record
 
 ROOT = Path(__file__).parents[1]
@@ -256,3 +257,15 @@ def test_every_line_of_the_price_curve_has_records_and_a_control(scripts):
     for name in itertools.chain(tables.SUMMARY, *scripts["plots"].LINES.values()):
         model = tables.NAME.fullmatch(name)["model"]
         assert {model, scripts["records"].control_of(model)} <= known
+
+
+def test_windows_of_other_packages_are_not_added_to_the_curve(scripts):
+    """The curve's texts are the installed sources: with other packages they are other windows."""
+    curve = scripts["tables"].curve
+    rows = curve.read()
+    new = rows[rows["model"] == "router-1"]
+    curve.check_windows(rows, new)
+    curve.check_windows(rows[:0], new)
+    other = new.assign(window=new["window"] + "x")
+    with pytest.raises(InputError, match="96 windows of reconstruction are not those"):
+        curve.check_windows(rows, other)

@@ -26,12 +26,11 @@ from kvcat.evals.records import read_config, read_records
 
 sys.path.append(str(Path(__file__).parents[1] / "smollm2"))
 
-from add_records import write
+from add_records import VALUES, window_of, write
 from records import DEFAULT, PAPER, cell_record
 
 FILE = Path(__file__).with_name("records.csv.gz")
 QUEUE = Path(__file__).with_name("queue.txt")
-VALUES = ["kl", "nll", "nll_dense", "context_gain"]
 KEY = ["model", "seed", "supervision", "method", "keep_ratio", "document", "window"]
 COLUMNS = {  # metric, supervision, method; at 5 % of the slots
     "dense NLL": ("nll_dense", "suffix", PAPER),
@@ -51,16 +50,8 @@ def rows_of(folder: Path) -> pd.DataFrame:
     rows = []
     for record in read_records(folder):
         model, _, seed = record.model.partition("@")
-        place = {
-            "model": model,
-            "seed": seed,
-            "supervision": supervision,
-            "method": record.method_label.replace(" ", ","),  # as on the command line
-            "keep_ratio": record.keep_ratio,
-            "document": record.document,
-            "window": record.example,
-        }
-        rows.append(place | {name: round(record.values[name], 5) for name in VALUES})
+        place = {"model": model, "seed": seed, "supervision": supervision}
+        rows.append(place | window_of(record))
     return pd.DataFrame(rows, columns=[*KEY, *VALUES])
 
 
@@ -75,14 +66,14 @@ def add(folders: list[Path], path: Path) -> int:
     """Add the rows of results folders that the file does not have; returns their number."""
     old = read(path)
     new = pd.concat([rows_of(folder) for folder in folders], ignore_index=True)
-    _check_windows(old, new)
+    check_windows(old, new)
     both = pd.concat([old, new], ignore_index=True) if len(old) else new
     both = both.drop_duplicates(KEY, keep="first")
     write(both, path)
     return len(both) - len(old)
 
 
-def _check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
+def check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
     """Raise an ``InputError`` if new rows are of other windows: models would not be comparable.
 
     The texts are the installed Python sources, so that other packages give other windows.

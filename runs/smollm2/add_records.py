@@ -61,18 +61,21 @@ def rows_of(
     rows = []
     for record in records:
         if record.model in names:
-            place = {
-                "text": text,
-                "evaluated": evaluated,
-                "model": names[record.model],
-                "seed": record.model.partition("@")[2] or "0",
-                "method": record.method_label.replace(" ", ","),  # as on the command line
-                "keep_ratio": record.keep_ratio,
-                "document": record.document,
-                "window": record.example,
-            }
-            rows.append(place | {name: round(record.values[name], 5) for name in VALUES})
+            place = {"text": text, "evaluated": evaluated, "model": names[record.model]}
+            place["seed"] = record.model.partition("@")[2] or "0"
+            rows.append(place | window_of(record))
     return pd.DataFrame(rows, columns=[*KEY, *VALUES])
+
+
+def window_of(record: Record) -> dict[str, Any]:
+    """The columns of a window: method, size, place and values rounded to five decimals."""
+    return {
+        "method": record.method_label.replace(" ", ","),  # as on the command line
+        "keep_ratio": record.keep_ratio,
+        "document": record.document,
+        "window": record.example,
+        **{name: round(record.values[name], 5) for name in VALUES},
+    }
 
 
 def joined(old: pd.DataFrame, new: pd.DataFrame) -> pd.DataFrame:

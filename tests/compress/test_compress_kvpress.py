@@ -340,8 +340,12 @@ def test_presses_options_prefixes_and_models_that_cannot_work_are_rejected(
     traced, texts, monkeypatch
 ):
     for name, options, message in (
-        ("ZipPress", {}, r"kvpress .* has no press 'ZipPress'; there are AdaKVPress, "),
-        ("ScorerPress", {}, "no press 'ScorerPress'"),
+        (
+            "ZipPress",
+            {},
+            r"no press of kvpress .* 'ZipPress' \(did you mean KVzipPress\?\); there ",
+        ),
+        ("ScorerPress", {}, "no press of kvpress .* 'ScorerPress'"),
         ("SimLayerKVPress", {}, "its options set its size"),
         (
             "DecodingPress+KnormPress",

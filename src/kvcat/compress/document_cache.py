@@ -190,6 +190,7 @@ def compress_trace(
         cache = run(trace, **size)
     if num_bytes is not None and cache.nbytes > num_bytes:
         raise InputError(
-            f"{settings.method} makes {cache.nbytes} bytes, more than {num_bytes}: give fewer"
+            f"{settings.method} makes {cache.nbytes} bytes, more than {num_bytes}: name a number "
+            "of slots, or a smaller fraction, instead of megabytes"
         )
     return cache
