@@ -36,10 +36,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcat
 from kvcat.cache import CompactCache
-from kvcat.compress import AttentionMatching, Trace, make_compressor, parse_method
+from kvcat.compress import AttentionMatching, Trace, make_compressor, parse_method, segments
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction, sequence_trace
-from kvcat.compress.prefix import Prefix
 from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, number, shuffled
@@ -167,12 +166,12 @@ def compressed(trace: Trace, method: str, keep: float) -> CompactCache:
         layers = [layer.at(torch.tensor(chosen)) for layer in cache.layers]
         return CompactCache(layers, cache.num_tokens, cache.fingerprint, cache.record)
     if method == ONE_FIT:
-        in_parts = Prefix.parts
-        Prefix.parts = lambda prefix, _: [prefix]
+        part_tokens = segments.SEGMENT_TOKENS
+        segments.SEGMENT_TOKENS = trace.prefix_len
         try:
             return AttentionMatching()(trace, keep_ratio=keep)
         finally:
-            Prefix.parts = in_parts
+            segments.SEGMENT_TOKENS = part_tokens
     name, options = parse_method("attention-matching" if method == ONE_REPETITION else method)
     return make_compressor(name, **options)(trace, keep_ratio=keep)
 

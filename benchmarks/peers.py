@@ -21,7 +21,7 @@ from kvcat.compress import (
     parse_method,
     seeded_compressor,
 )
-from kvcat.compress.heads import Heads, query_heads_per_kv_head
+from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.refinement import refine_layers
@@ -196,7 +196,7 @@ class GRKV:
         by_layer = []
         for index, of_layer in enumerate(trace.layers):
             moved = rotation(of_layer.prefix_queries[:1, :, rows], index, length - 1 - positions)[0]
-            group = query_heads_per_kv_head(trace, index)
+            group = of_layer.query_heads
             by_head = moved.unflatten(0, (-1, group)).flatten(1, 2)
             by_layer.append(by_head * trace.scales[index])
         return by_layer

@@ -18,9 +18,10 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
+from kvcat.compress.drawn import draw_rows
+from kvcat.compress.fitting import match_attention
 from kvcat.compress.head_attention import dense_attention
-from kvcat.compress.heads import Heads, draw_rows
-from kvcat.compress.methods.attention_matching import match_attention
+from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import load
@@ -154,13 +155,10 @@ def test_a_query_of_weight_root_two_counts_as_that_query_twice(log_bias):
     torch.testing.assert_close(*map(vars, fits), rtol=0, atol=1e-4)
 
 
-class SmallGroups(AttentionMatching):
-    group_elements = 48 * 10
-
-
-def test_small_groups_of_heads_change_nothing(traced):
+def test_small_groups_of_heads_change_nothing(traced, monkeypatch):
     whole = AttentionMatching()(traced, num_slots=9)
-    pieces = SmallGroups()(traced, num_slots=9)
+    monkeypatch.setattr(Heads, "group_elements", 48 * 10)
+    pieces = AttentionMatching()(traced, num_slots=9)
     torch.testing.assert_close(tensors(whole, "keys"), tensors(pieces, "keys"), rtol=0, atol=0)
     torch.testing.assert_close(
         tensors(whole, "log_bias"), tensors(pieces, "log_bias"), rtol=0, atol=1e-3
@@ -247,9 +245,14 @@ def test_on_a_real_model_a_fit_to_few_queries_is_better_for_others_than_eviction
 
 
 @pytest.mark.parametrize("preset", ["stable", "known", "paper"])
-def test_how_many_heads_are_solved_together_does_not_change_the_cache(preset, model, windows):
+def test_how_many_heads_are_solved_together_does_not_change_the_cache(
+    preset, model, windows, monkeypatch
+):
     traced = trace(model, windows, 48)
-    caches = [method(preset)(traced, num_slots=8) for method in (AttentionMatching, SmallGroups)]
+    caches = []
+    for group_elements in (Heads.group_elements, 48 * 10):
+        monkeypatch.setattr(Heads, "group_elements", group_elements)
+        caches.append(AttentionMatching(preset)(traced, num_slots=8))
     for together, apart in zip(*(cache.layers for cache in caches), strict=True):
         for name, tensor in together.tensors().items():
             assert torch.allclose(tensor, apart.tensors()[name], atol=1e-4), name

@@ -6,14 +6,14 @@ import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.compress import AttentionMatching, Reconstruction, make_compressor, trace
+from kvcat.compress import AttentionMatching, Reconstruction, make_compressor, segments, trace
 from kvcat.compress.documents import check_length
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
-from kvcat.compress.methods import attention_matching
 from kvcat.compress.parts import num_positions_in_parts, trace_in_parts
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import PartQueries, fitted_queries
+from kvcat.compress.queries import fitted_queries
+from kvcat.compress.segments import Segments, split_prefix
 from tiny import refusal
 
 TEXT = 48
@@ -80,16 +80,22 @@ def test_a_text_of_one_part_gives_the_cache_of_one_repetition(double, sequence):
                     torch.testing.assert_close(one_head.log_bias, other.log_bias)
 
 
-def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts):
+@pytest.fixture
+def parts_of_24(monkeypatch):
+    """Slots of 24 tokens are fitted together."""
+    monkeypatch.setattr(segments, "SEGMENT_TOKENS", 24)
+
+
+def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_of_24, monkeypatch):
     prefix = Prefix.of(in_parts)
-    segments = prefix.parts(24)
-    assert [(each.first_slot, each.tokens) for each in segments] == [(0, (0, 24)), (24, (24, 48))]
     queries = fitted_queries(prefix, None, by_share=True)
+    split = split_prefix(prefix, queries, 8)
+    assert [(each.first_slot, each.tokens) for each in split] == [(0, (0, 24)), (24, (24, 48))]
     # every query of the text in every part
-    part_queries = PartQueries.of(prefix, 2, queries, sampled=1.0)
-    of_parts = [part_queries.part(segment) for segment in segments]
+    monkeypatch.setattr(segments, "SAMPLED", 1.0)
+    of_parts = [heads.queries for heads in Segments.of(prefix, split, queries)]
     for layer, keys in enumerate(in_parts.keys):
-        for segment, chosen in zip(segments, of_parts, strict=True):
+        for segment, chosen in zip(split, of_parts, strict=True):
             inside = slice(*segment.tokens)
             for whole, each in zip(queries, chosen, strict=True):
                 assert each.num_fitted == whole.num_fitted
@@ -107,22 +113,18 @@ def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts):
                 torch.testing.assert_close(share, (of_part - total).exp())
 
 
-def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_represent(in_parts):
+def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_represent(
+    in_parts, parts_of_24, monkeypatch
+):
     prefix = Prefix.of(in_parts)
     queries = fitted_queries(prefix, 0.0, by_share=True)
     for sampled, stride in ((0.5, 2), (0.25, 4)):
-        part_queries = PartQueries.of(prefix, 2, queries, sampled=sampled)
-        other, inside = part_queries.part(prefix.parts(24)[1])
+        monkeypatch.setattr(segments, "SAMPLED", sampled)
+        other, inside = Segments.of(prefix, split_prefix(prefix, queries, 8), queries)[1].queries
         # 23 tokens are repeated in the first part
         assert [len(other), len(inside)] == [-(-23 // stride), 24]
         assert other.weights.tolist() == pytest.approx([stride**0.5] * len(other))
         assert (inside.weights == 1).all()
-
-
-@pytest.fixture
-def parts_of_24(monkeypatch):
-    """Slots of 24 tokens are fitted together."""
-    monkeypatch.setattr(attention_matching, "PART_TOKENS", 24)
 
 
 @pytest.mark.parametrize(
@@ -144,6 +146,18 @@ def test_parts_share_the_slots_of_the_budget_and_their_slots_are_of_their_tokens
             for head, slots in enumerate(row):
                 assert slots.positions.diff().min() > 0
                 assert torch.equal(slots.keys, keys[example, head, slots.positions])
+
+
+def test_queries_in_place_are_fitted_to_a_long_prefix_as_a_whole(double, windows, monkeypatch):
+    """They see nothing of the parts after their own."""
+    traced = trace(double, windows[:, :TEXT], supervision="self")
+    method = AttentionMatching("known")
+    whole = method(traced, num_slots=9)
+    monkeypatch.setattr(segments, "SEGMENT_TOKENS", 24)
+    long = method(traced, num_slots=9)
+    for layer, other in zip(long.layers, whole.layers, strict=True):
+        for name, tensor in layer.tensors().items():
+            assert torch.equal(tensor, other.tensors()[name]), name
 
 
 def test_protected_tokens_stay_exact_in_parts(in_parts, parts_of_24):

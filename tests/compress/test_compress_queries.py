@@ -1,5 +1,6 @@
 """The queries that Attention Matching fits to, and their weights."""
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -12,7 +13,7 @@ from kvcat.compress.heads import Heads
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.queries import fitted_queries
-from kvcat.compress.rows import Rows
+from kvcat.compress.query_set import Rows
 from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
 from tiny import loud_model
@@ -23,13 +24,12 @@ def double_trace(double, windows):
     return trace(double, windows, 48)
 
 
-def prefix_queries(double_trace, **limit):
+def prefix_queries(double_trace):
     """The prefix's own queries alone, weighted by share."""
     return fitted_queries(
         Prefix.of(replace(double_trace, text=replace(double_trace.text, supervision="self"))),
         1.0,
         by_share=True,
-        **limit,
     )
 
 
@@ -77,11 +77,12 @@ def test_a_query_weighs_as_the_attention_that_it_gives_to_the_prefix(double, win
 
 @pytest.mark.parametrize(("prefix_len", "piece_len"), [(48, 16), (46, 16), (1, 1), (48, 10)])
 def test_prefix_queries_of_the_first_layer_are_those_of_each_part_repeated_after_the_prefix(
-    double, windows, prefix_len, piece_len
+    double, windows, prefix_len, piece_len, monkeypatch
 ):
-    limit = {"part_tokens": piece_len} if piece_len == 10 else {}  # less than a third
+    if piece_len == 10:  # less than a third
+        monkeypatch.setattr(sys.modules["kvcat.compress.trace"], "OWN_PART_TOKENS", piece_len)
     traced_prefix = trace(double, windows, prefix_len)
-    fitted = prefix_queries(traced_prefix, **limit)
+    fitted = prefix_queries(traced_prefix)
     weights = weights_of(traced_prefix, fitted, 0)
     for stop in range(prefix_len, 0, -piece_len):
         text = slice(max(0, stop - piece_len), stop)
@@ -121,9 +122,12 @@ def test_all_positions_of_up_to_4096_choose_keys():
     assert sampled_positions(8192).tolist() == list(range(0, 8192, 2))
 
 
-def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_keys(double_trace):
+def test_every_third_prefix_query_represents_three_in_the_fit_and_all_choose_keys(
+    double_trace, monkeypatch
+):
     every = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True)
-    every_third = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True, fitted_per_token=0.6)
+    monkeypatch.setattr("kvcat.compress.queries.FITTED_PER_TOKEN", 0.6)
+    every_third = fitted_queries(Prefix.of(double_trace), 1.0, by_share=True)
     assert torch.equal(queries_of(every_third, 0)[:, :, 16:32], queries_of(every, 0)[:, :, 16::3])
     boosts = [(each.num_fitted, each.boost) for each in every_third]
     assert boosts == [(16, 1.0), (16, pytest.approx(3**0.5))]
@@ -182,13 +186,16 @@ def test_a_rotation_is_tested_once_per_model_and_shift_and_may_differ_by_slot(do
     assert torch.allclose(first(keys, 1, torch.tensor([7, 0, -4])), torch.cat(each, 2))
 
 
-def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(double_trace):
+def test_a_group_of_heads_holds_no_more_than_its_limit_whatever_is_the_largest(
+    double_trace, monkeypatch
+):
+    monkeypatch.setattr(Heads, "group_elements", 4096)
     fitted = fitted_queries(Prefix.of(double_trace), 0.0, by_share=True)
     queries = 2 * sum(map(len, fitted))
     prefix = 48
     dims = 2 * double_trace.keys[0].shape[3]
     for size in (1, 5, 40):
-        heads = Heads(Prefix.of(double_trace), fitted, group_elements=4096)
+        heads = Heads(Prefix.of(double_trace), fitted)
         groups = heads.groups_for_fit(
             {head: size for group in heads.groups_for_scores() for head in group}
         )

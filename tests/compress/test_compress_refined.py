@@ -8,8 +8,8 @@ from structured_heads import head_batch, structured_head, tensors
 
 from kvcat.cache import HeadSlots
 from kvcat.compress import compare, make_compressor, split_supervision, supervised_kl, trace
+from kvcat.compress.fitting import match_attention
 from kvcat.compress.head_attention import dense_attention
-from kvcat.compress.methods.attention_matching import match_attention
 from kvcat.compress.refinement import Objective, refine_slots
 from tiny import loud_model, refusal
 

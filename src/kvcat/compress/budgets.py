@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import pad
 
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
-from kvcat.compress.heads import HeadIndex, Heads
+from kvcat.compress.heads import HeadIndex, Heads, with_progress
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
@@ -22,8 +22,26 @@ Curve = dict[int, float]
 """The error of one head by its number of slots, ascending."""
 
 
+def measure_segments(
+    segments: Sequence[Heads], sizes: Collection[int]
+) -> tuple[list[dict[HeadIndex, DenseAttention]], list[dict[HeadIndex, Curve]]]:
+    """``attention_and_curves`` of every segment of a prefix.
+
+    If there are several, only the order of a segment's slots is kept of its attention.
+    """
+    attentions = []
+    curves = []
+    for heads in segments:
+        dense, of_segment = attention_and_curves(heads, sizes)
+        if len(segments) > 1:
+            dense = {head: attention.order_alone() for head, attention in dense.items()}
+        attentions.append(dense)
+        curves.append(of_segment)
+    return attentions, curves
+
+
 def attention_and_curves(
-    heads: Heads, groups: Iterable[list[HeadIndex]], sizes: Collection[int]
+    heads: Heads, sizes: Collection[int]
 ) -> tuple[dict[HeadIndex, DenseAttention], dict[HeadIndex, Curve]]:
     """Every head's attention over the prefix, and its error by number of slots.
 
@@ -31,7 +49,6 @@ def attention_and_curves(
 
     Args:
         heads: with the queries to fit to.
-        groups: of ``heads.groups_for_scores``.
         sizes: numbers of slots; with none there are no curves.
     """
     trace = heads.prefix.trace
@@ -39,7 +56,7 @@ def attention_and_curves(
     curves: dict[HeadIndex, Curve] = {}
     kv_heads = [keys.shape[1] for keys in trace.keys]
     gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
-    for group in groups:
+    for group in with_progress(heads.groups_for_scores(), "attention of the prefix"):
         batch = heads.load(group)
         attention = dense_attention(batch)
         dense.update(zip(group, attention.split(), strict=True))
@@ -214,27 +231,27 @@ def share_out(
     return slots
 
 
-def share_out_parts(
+def share_out_segments(
     curves: Sequence[Mapping[HeadIndex, Curve]],
     num_slots: int,
     sizes: list[int],
     *,
     by_head: bool,
 ) -> list[dict[HeadIndex, int]]:
-    """The number of slots of every head in every part, chosen so that the total error is small.
+    """The number of slots of every head in every segment, chosen so that the total error is small.
 
     Args:
-        curves: of every part, by head, the error at each of the sizes; for a head with fewer slots,
-            the error at all its slots.
-        num_slots: average number of slots of an example's heads, of all parts together.
+        curves: of every segment, by head, the error at each of the sizes; for a head with fewer
+            slots, the error at all its slots.
+        num_slots: average number of slots of an example's heads, of all segments together.
         sizes: numbers of slots to choose from, ascending.
         by_head: every head gets the same number; False: slots are allocated to the heads of an
-            example and its parts together.
+            example and its segments together.
     """
     slots: list[dict[HeadIndex, int]] = [{} for _ in curves]
     sharing: dict[Hashable, list[tuple[int, HeadIndex]]] = {}
-    for number, of_part in enumerate(curves):
-        for head in sorted(of_part):
+    for number, of_segment in enumerate(curves):
+        for head in sorted(of_segment):
             sharing.setdefault(head if by_head else head[1], []).append((number, head))
     for units in sharing.values():
         of_units = [curves[number][head] for number, head in units]

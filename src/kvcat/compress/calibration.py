@@ -278,7 +278,7 @@ def document_curves(trace: Trace, sizes: list[int]) -> dict[HeadIndex, Curve]:
     """The error curves of a trace, as ``AttentionMatching`` allocates slots by them."""
     prefix = Prefix.of(trace)
     heads = Heads(prefix, fitted_queries(prefix, own_weight=None, by_share=True))
-    return attention_and_curves(heads, heads.groups_for_scores(), sizes)[1]
+    return attention_and_curves(heads, sizes)[1]
 
 
 @lru_cache(maxsize=8)

@@ -1,17 +1,42 @@
 """Attention of KV heads in a batch, over the whole prefix or over some of its slots."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from kvcat.attention.chunks import exp_below
-from kvcat.compress.attended import Attended, PastAttention
 from kvcat.memory import CPU_CACHE_ELEMENTS, rows_per_chunk
 from kvcat.types import Float, Int, Tensor
 
 _LEAST_SHARE = 1e-6
+
+
+@dataclass(frozen=True)
+class PastAttention:
+    """Attention of kept queries over the tokens of a compact cache (``Past.queries``).
+
+    Args:
+        first_row: of these queries among those of the batch, where they follow each other.
+        num_new: number of slots after those of the cache, which are exact.
+        log_mass: of each query on the tokens of the cache, nats.
+        outputs: its attention over them.
+    """
+
+    first_row: int
+    num_new: int
+    log_mass: Float[Tensor, "heads kept"]
+    outputs: Float[Tensor, "heads kept value_dim"]
+
+    @property
+    def rows(self) -> slice:
+        """The rows of these queries in the batch."""
+        return slice(self.first_row, self.first_row + self.log_mass.shape[1])
+
+    def of(self, heads: slice) -> "PastAttention":
+        """The attention of some heads."""
+        return replace(self, log_mass=self.log_mass[heads], outputs=self.outputs[heads])
 
 
 @dataclass(frozen=True)
@@ -56,6 +81,22 @@ class HeadBatch:
             past = None if self.past is None else self.past.of(heads)
             yield HeadBatch(*selected, past=past, num_supervising=self.num_supervising)
 
+    def with_queries(self, rows: Int[Tensor, "heads chosen"]) -> "HeadBatch":
+        """The batch with some queries of each head alone, all of which are fitted to.
+
+        Kept queries among them attend to the slots of the cache.
+        """
+        rows = rows.to(self.queries.device)
+        return HeadBatch(
+            queries=take(self.queries, rows),
+            factors=self.factors.gather(1, rows),
+            log_elsewhere=self.log_elsewhere.gather(1, rows),
+            keys=self.keys,
+            values=self.values,
+            log_bias=self.log_bias,
+            last_seen=None if self.last_seen is None else self.last_seen.gather(1, rows),
+        )
+
     def scores(
         self,
         rows: slice | Tensor = slice(None),
@@ -86,6 +127,34 @@ class HeadBatch:
         return scores
 
 
+class Attended(NamedTuple):
+    """Attention of some queries over some slots.
+
+    Args:
+        log_mass: log sum of exp(score) over the slots, nats.
+        outputs: their values, averaged by attention.
+    """
+
+    log_mass: Float[Tensor, "*heads queries"]
+    outputs: Float[Tensor, "*heads queries value_dim"]
+
+    @classmethod
+    def over(
+        cls,
+        scores: Float[Tensor, "*heads queries slots"],
+        values: Float[Tensor, "... slots value_dim"],
+    ) -> "Attended":
+        """The attention with these scores; values are those of every row of the heads."""
+        return cls(scores.logsumexp(-1), scores.softmax(-1) @ values)
+
+    def joined(self, other: "Attended") -> "Attended":
+        """The attention over the slots of both."""
+        log_mass = torch.logaddexp(self.log_mass, other.log_mass)
+        outputs = (self.log_mass - log_mass).exp().unsqueeze(-1) * self.outputs
+        outputs = outputs + (other.log_mass - log_mass).exp().unsqueeze(-1) * other.outputs
+        return Attended(log_mass, outputs)
+
+
 class DenseAttention(NamedTuple):
     """Attention of a batch of heads over the whole prefix.
 
@@ -111,7 +180,7 @@ class DenseAttention(NamedTuple):
         return map(DenseAttention._make, zip(*self, strict=True))
 
     @classmethod
-    def stack(cls, single: Sequence["DenseAttention"]) -> "DenseAttention":
+    def batched(cls, single: Sequence["DenseAttention"]) -> "DenseAttention":
         """The attention of several heads of equal shape, from that of each alone."""
         return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
 

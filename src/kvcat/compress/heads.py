@@ -1,27 +1,23 @@
 """The KV heads of a trace, loaded in batches of equal shape with the queries to fit to."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
-from typing import NamedTuple, TypeVar
+from typing import ClassVar, NamedTuple, TypeVar
 
 import torch
+from tqdm.auto import tqdm
 
 from kvcat.cache import HeadSlots
-from kvcat.compress.attended import PastAttention
-from kvcat.compress.base import example_generators
-from kvcat.compress.head_attention import HeadBatch, take
+from kvcat.compress.head_attention import HeadBatch, PastAttention
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
-from kvcat.compress.trace import Trace
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 T = TypeVar("T")
 HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
-DrawnRows = dict[HeadIndex, Int[Tensor, " drawn"]]
-"""Rows of a head's queries that a draw chose, ascending."""
 Piece = tuple[QuerySet, slice]
 """Some queries of a source that follow each other."""
 
@@ -42,14 +38,13 @@ class Heads:
     Args:
         prefix: what is compressed.
         queries: of every source, to fit to.
-        drawn: rows of each head's queries that are used, as ``draw_rows`` gives them; None: all.
-        group_elements: most numbers that a group of heads holds, if one head has no more.
     """
+
+    group_elements: ClassVar[int] = 2**24
+    """Most numbers that a group of heads holds, if one head has no more."""
 
     prefix: Prefix
     queries: Sequence[QuerySet]
-    drawn: DrawnRows | None = None
-    group_elements: int = 2**24
 
     @property
     def num_queries(self) -> int:
@@ -110,13 +105,10 @@ class Heads:
         for each in self.queries:
             if len(each) > each.num_fitted:
                 pieces.append((each, slice(each.num_fitted, len(each))))
-        batch = self._load(heads, pieces)
-        return batch if self.drawn is None else _select_rows(batch, heads, self.drawn)
+        return self._load(heads, pieces)
 
     def load_fitted(self, heads: list[HeadIndex]) -> HeadBatch:
         """As ``load``, without the queries that only choose keys."""
-        if self.drawn is not None:
-            return self.load(heads)
         return self._load(heads, self._fitted_pieces())
 
     def _fitted_pieces(self) -> list[Piece]:
@@ -131,7 +123,7 @@ class Heads:
             for example, slots_of_heads in enumerate(layer.present_counts().tolist()):
                 for kv_head, num_slots in enumerate(slots_of_heads):
                     shapes[index, example, kv_head] = _Shape(
-                        query_heads=query_heads_per_kv_head(self.prefix.trace, index),
+                        query_heads=self.prefix.trace.layers[index].query_heads,
                         num_slots=num_slots,
                         key_dim=layer.keys.shape[3],
                         value_dim=layer.values.shape[3],
@@ -147,7 +139,7 @@ class Heads:
             ]
         )
         keys = slots.keys
-        query_heads = query_heads_per_kv_head(self.prefix.trace, heads[0][0])
+        query_heads = self.prefix.trace.layers[heads[0][0]].query_heads
         num_heads, num_slots, key_dim = keys.shape
         num_queries = sum(rows.stop - rows.start for _, rows in pieces)
         # (heads, positions, query heads, channels), filled layer by layer and source by source
@@ -218,36 +210,14 @@ class Heads:
         if not self.is_causal:
             return None
         positions = torch.cat([source.positions[chosen] for source, chosen in pieces])
-        last = num_slots - 1 - self.prefix.num_unprotected_after(positions)
+        last = num_slots - 1 - self.prefix.num_unprotected_after[positions]
         device = self.prefix.layers[0].keys.device
         return _of_every_head(last.to(device), query_heads, num_heads)
 
 
-def draw_rows(trace: Trace, queries: Sequence[QuerySet], num_queries: int, seed: int) -> DrawnRows:
-    """Rows of each KV head's queries, drawn per example without replacement.
-
-    Rows are counted as in ``Heads.load``.
-    """
-    drawn = {}
-    num_positions = sum(map(len, queries))
-    for example, generator in enumerate(example_generators(trace, seed)):
-        for layer, keys in enumerate(trace.keys):
-            query_heads = query_heads_per_kv_head(trace, layer)
-            num_rows = query_heads * num_positions
-            for head in range(keys.shape[1]):
-                order = torch.randperm(num_rows, generator=generator)[:num_queries]
-                # from query head by query head to position by position
-                query_head = order // num_positions
-                position = order % num_positions
-                rows = position * query_heads + query_head
-                drawn[layer, example, head] = rows.sort().values
-    return drawn
-
-
-def query_heads_per_kv_head(trace: Trace, layer: int) -> int:
-    """Query heads that read one KV head of a layer."""
-    of_layer = trace.layers[layer]
-    return of_layer.prefix_queries.shape[1] // of_layer.slots.keys.shape[1]
+def with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
+    """The groups, with a progress bar in a terminal after two seconds; TQDM_DISABLE=1 hides it."""
+    yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)
 
 
 def _by_value(values: Mapping[HeadIndex, T]) -> dict[T, list[HeadIndex]]:
@@ -275,21 +245,3 @@ def _by_position(
 def _of_every_head(numbers: Tensor, query_heads: int, num_heads: int) -> Tensor:
     """Numbers by position as (heads, queries), each for all query heads of a KV head."""
     return numbers.repeat_interleave(query_heads).expand(num_heads, -1)
-
-
-def _select_rows(batch: HeadBatch, heads: list[HeadIndex], drawn: DrawnRows) -> HeadBatch:
-    """The batch with the drawn queries alone, all of which are fitted to.
-
-    Kept queries among them attend to the slots of the cache.
-    """
-    rows = torch.stack([drawn[head] for head in heads]).to(batch.queries.device)
-    last_seen = batch.last_seen
-    return HeadBatch(
-        queries=take(batch.queries, rows),
-        factors=batch.factors.gather(1, rows),
-        log_elsewhere=batch.log_elsewhere.gather(1, rows),
-        keys=batch.keys,
-        values=batch.values,
-        log_bias=batch.log_bias,
-        last_seen=None if last_seen is None else last_seen.gather(1, rows),
-    )

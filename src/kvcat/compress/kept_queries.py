@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 
-from kvcat.compress.attended import Attended
+from kvcat.compress.head_attention import Attended
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import own_queries
-from kvcat.compress.query_set import QuerySet
-from kvcat.compress.rows import Rows
+from kvcat.compress.query_set import QuerySet, Rows
 from kvcat.compress.trace import Trace
 from kvcat.models.rotation import KeyRotation
 from kvcat.types import at_least_float32
@@ -29,9 +28,7 @@ from the text than the queries that will come.
 """
 
 
-def keep_queries(
-    trace: Trace, count: int, part_tokens: int = 256, places: int = PLACES
-) -> QuerySet | None:
+def keep_queries(trace: Trace, count: int, places: int = PLACES) -> QuerySet | None:
     """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
 
     Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
@@ -41,13 +38,12 @@ def keep_queries(
         trace: of a prefix, before its compression, with all its queries after the compact cache;
             those kept before are placed (``placed_ahead``).
         count: largest number of tokens whose queries are kept, at least 0.
-        part_tokens: as in ``fitted_queries``.
         places: tokens between the places of kept queries.
 
     Raises:
         ValueError: kept queries of an earlier place.
     """
-    moved = own_queries(trace, part_tokens, math.inf)
+    moved = own_queries(trace, fit_all=True)
     if moved is None:
         return None
     place = _place(trace.prefix_len, places)

@@ -16,8 +16,7 @@ from kvcat.attention import check_not_wrapped
 from kvcat.attention.mass import log_mass
 from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
-from kvcat.compress.query_set import QuerySet
-from kvcat.compress.rows import Rows
+from kvcat.compress.query_set import QuerySet, Rows
 from kvcat.compress.trace import Reconstruction, Trace, TracedText, sampled_positions
 from kvcat.compress.tracing import read, split_layers
 from kvcat.memory import return_freed_memory
@@ -28,8 +27,6 @@ PART_TOKENS = 1024
 """Most tokens of a text that are repeated at once."""
 _LEAST_TOKENS = 64  # of a part of a text that nearly fills the model's positions
 _LEAD = 16  # tokens before a part that begin its repetition, and whose queries are not kept
-_OWN_PER_TOKEN = 1.5  # the text's own queries that are fitted to, of each KV head
-_OWN_PART = 256
 _TAIL = 32  # last positions whose queries eviction may ask for
 
 
@@ -105,7 +102,7 @@ def trace_in_parts(
     trace = read(model, text, split, torch.cat([own_positions, tail]).unique())
     on_read()
     count = num_parts(sequence, positions, part_tokens)
-    moved = own_queries(trace, _OWN_PART, _OWN_PER_TOKEN, own_positions)
+    moved = own_queries(trace)
     if moved is not None and count > 1:
         in_order = moved.selected(torch.arange(len(moved)))
         moved = replace(in_order, states=_in_8_bits(in_order.states))

@@ -9,7 +9,6 @@ exactly.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,30 +59,6 @@ class Prefix:
             raise InputError("every slot of a head is protected: nothing is left to compress")
         return prefix
 
-    def parts(self, most_tokens: int) -> list["Prefix"]:
-        """Equal parts of at most so many tokens; the whole prefix if it has no more.
-
-        A part without slots to compress is left out. A prefix whose slots' positions are not known,
-        after a compact cache, is one part.
-        """
-        prefix_len = self.trace.prefix_len
-        positions = self.layers[0].positions
-        if prefix_len <= most_tokens or positions is None:
-            return [self]
-        position = positions[0, 0]  # of the slots, the same in every head of every layer
-        count = -(-prefix_len // most_tokens)
-        edges = [number * prefix_len // count for number in range(count + 1)]
-        segments = []
-        for start, stop in pairwise(edges):
-            slots = ((position >= start) & (position < stop)).nonzero().squeeze(1)
-            if len(slots):
-                layers = [layer.at(slots) for layer in self.layers]
-                first = int(slots[0])
-                segments.append(
-                    replace(self, layers=layers, first_slot=first, tokens=(start, stop))
-                )
-        return segments
-
     @property
     def num_protected(self) -> int:
         """The number of protected slots in every head."""
@@ -101,12 +76,13 @@ class Prefix:
         new = clipped(self.trace.protected, past_len, self.trace.prefix_len)
         return self.trace.prefix_len - past_len - num_positions(new)
 
-    def num_unprotected_after(self, positions: Int[Tensor, " queries"]) -> Int[Tensor, " queries"]:
-        """The number of tokens after each position that are not protected."""
+    @property
+    def num_unprotected_after(self) -> Int[Tensor, " tokens"]:
+        """For each token of the prefix, the number of tokens after it that are not protected."""
         is_unprotected = torch.ones(self.trace.prefix_len, dtype=torch.long)
         for start, stop in self.trace.protected:
             is_unprotected[start:stop] = 0
-        return is_unprotected.sum() - is_unprotected.cumsum(0)[positions]
+        return is_unprotected.sum() - is_unprotected.cumsum(0)
 
     def whole_layers(self, kept: Sequence[Layer]) -> list[Layer]:
         """The layers of a cache: the protected slots, and after them those kept of the others."""

@@ -1,4 +1,4 @@
-"""The queries of one source, at which compact slots are fitted to attention."""
+"""The queries of one source, to which compact slots are fitted; some are kept in 8 bits."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,9 +6,67 @@ from typing import Any
 
 import torch
 
-from kvcat.compress.rows import Rows
+from kvcat.attention.mass import log_mass
 from kvcat.models.rotation import KeyRotation
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, at_least_float32
+
+_LARGEST = 127
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Vectors in 8 bits, each with a scale of its own, so that its largest number is 127 times it.
+
+    Args:
+        integers: from -127 to 127.
+        scales: what the integers are multiplied by, in at least float32.
+    """
+
+    integers: Int[Tensor, "*shape channels"]
+    scales: Float[Tensor, "*shape 1"]
+
+    @classmethod
+    def of(cls, vectors: Float[Tensor, "*shape channels"]) -> "Rows":
+        """The vectors, rounded."""
+        numbers = at_least_float32(vectors)
+        scales = numbers.abs().amax(-1, keepdim=True) / _LARGEST
+        divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
+        return cls((numbers / divisors).round().to(torch.int8), scales)
+
+    def __getitem__(self, index: Any) -> "Rows":
+        """Some of the vectors, by the dimensions before the channels."""
+        return Rows(self.integers[index], self.scales[index])
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the rounded vectors."""
+        return self.integers.shape
+
+    @property
+    def device(self) -> torch.device:
+        """Where the vectors are."""
+        return self.integers.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the integers and their scales."""
+        return self.integers.nbytes + self.scales.nbytes
+
+    def numbers(self) -> Float[Tensor, "*shape channels"]:
+        """The rounded vectors."""
+        return self.integers * self.scales
+
+    def selected(self, dim: int, places: Int[Tensor, " rows"]) -> "Rows":
+        """Some of the vectors along a dimension."""
+        places = places.to(self.device)
+        return Rows(self.integers.index_select(dim, places), self.scales.index_select(dim, places))
+
+    @staticmethod
+    def joined(several: Sequence["Rows"], dim: int) -> "Rows":
+        """Vectors of several, one after the other along a dimension."""
+        integers = torch.cat([rows.integers for rows in several], dim=dim)
+        scales = torch.cat([rows.scales for rows in several], dim=dim)
+        return Rows(integers, scales)
 
 
 @dataclass(frozen=True)
@@ -91,7 +149,7 @@ class QuerySet:
             queries: of the set.
         """
         states = self.states[layer][example]
-        head_rows = torch.tensor(heads, device=self.log_elsewhere[layer].device)
+        head_rows = torch.tensor(heads, device=states.device)
         if isinstance(states, Rows):
             places = torch.arange(len(self)) if self.rows is None else self.rows
             in_place = states.selected(0, head_rows).selected(1, places[queries]).numbers()
@@ -109,11 +167,42 @@ class QuerySet:
 
     def of_layer(self, layer: int, number: int) -> Float[Tensor, "batch heads queries head_dim"]:
         """All queries of a layer, where the fit has them; arguments as in ``of_heads``."""
-        num_examples, num_heads = self.log_elsewhere[layer].shape[:2]
+        num_examples, num_heads = self.states[layer].shape[:2]
         every_head = list(range(num_heads))
         return torch.stack(
             [self.of_heads(layer, number, row, every_head) for row in range(num_examples)]
         )
+
+    def log_masses(
+        self,
+        numbers: Sequence[int],
+        scales: Sequence[float],
+        keys: Sequence[Float[Tensor, "batch kv_heads keys _"]],
+        last_seen: Int[Tensor, " queries"],
+    ) -> list[Float[Tensor, "batch heads queries"]]:
+        """Per layer, the log of each query's attention mass on some keys (``log_mass``).
+
+        Args:
+            numbers: of the layers in the model.
+            scales: per layer, the factor on q.k.
+            keys: per layer.
+            last_seen: index of the last key that each query sees; -1: it sees none.
+        """
+        masses = []
+        of_layers = zip(numbers, scales, keys, strict=True)
+        for layer, (number, scale, layer_keys) in enumerate(of_layers):
+            states = self.of_layer(layer, number)
+            mass = log_mass(states, layer_keys, scale, last_seen.clamp_min(0))
+            mass[..., last_seen < 0] = -torch.inf
+            masses.append(mass)
+        return masses
+
+    def with_elsewhere(
+        self, log_masses: Sequence[Float[Tensor, "batch heads queries"]]
+    ) -> "QuerySet":
+        """The queries with further attention mass elsewhere, of each query, per layer."""
+        pairs = zip(self.log_elsewhere, log_masses, strict=True)
+        return replace(self, log_elsewhere=[torch.logaddexp(*both) for both in pairs])
 
     def selected(self, rows: Int[Tensor, " rows"]) -> "QuerySet":
         """Some of the queries; those that are fitted to come first, as before."""

@@ -5,16 +5,15 @@ from dataclasses import replace
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer, HeadSlots
+from kvcat.compress.budgets import attention_and_curves
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.head_attention import DenseAttention, dense_attention
+from kvcat.compress.head_attention import DenseAttention
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.types import at_least_float32
-
-_GROUP_ELEMENTS = 2**24  # most numbers that heads solved together hold
 
 
 @torch.no_grad()
@@ -32,13 +31,10 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
         InputError: a trace with supervision "self" of a model whose queries cannot be moved.
     """
     prefix = Prefix.of(trace)
-    heads = Heads(prefix, fitted_queries(prefix, 1.0, by_share=True), None, _GROUP_ELEMENTS)
+    heads = Heads(prefix, fitted_queries(prefix, 1.0, by_share=True))
     if heads.is_causal:
         raise InputError("the trace has no queries after its prefix to fit to")
-    dense: dict[HeadIndex, DenseAttention] = {}
-    for group in heads.groups_for_scores():
-        attention = dense_attention(heads.load(group))
-        dense.update(zip(group, attention.split(), strict=True))
+    dense, _ = attention_and_curves(heads, ())
     layers = []
     for index, layer in enumerate(cache.ordinary_layers()):
         grid = [

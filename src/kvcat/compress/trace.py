@@ -20,10 +20,14 @@ from kvcat.cache.ranges import Range, slot_positions
 from kvcat.compress.query_set import QuerySet
 from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
+from kvcat.models.rotation import KeyRotation
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
+OWN_PART_TOKENS = 256
+"""Most tokens of a part of the prefix whose own queries are moved after it."""
+_LEAST_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,11 @@ class LayerTrace:
     prefix_queries: Float[Tensor, "batch heads sampled head_dim"]
     scale: float
     stream: Float[Tensor, " batch"]
+
+    @property
+    def query_heads(self) -> int:
+        """The number of query heads that read one KV head."""
+        return self.prefix_queries.shape[1] // self.slots.keys.shape[1]
 
 
 @dataclass(frozen=True)
@@ -201,6 +210,31 @@ class Trace:
         """Per layer, the logits of the query heads' attention sinks in nats; None: it has none."""
         of_model = attention_sinks(self.model)
         return [of_model[number] for number in self.layer_numbers]
+
+    @property
+    def own_positions(self) -> Int[Tensor, " sampled"]:
+        """Positions of the queries that represent those of all tokens after the compact cache."""
+        return self.past_len + sampled_positions(self.prefix_len - self.past_len)
+
+    @property
+    def own_part_len(self) -> int:
+        """Tokens of the parts of the prefix whose own queries are moved after it: a third at most.
+
+        The closer to their tokens queries are moved, the less they differ from those that the
+        model would have there.
+        """
+        return min(-(-self.prefix_len // _LEAST_PARTS), OWN_PART_TOKENS)
+
+    @property
+    def rotation(self) -> KeyRotation | None:
+        """Moves queries of the prefix to positions after it; None if the model's cannot be moved.
+
+        A small copy of the model has shown that its keys turn when they move by that far.
+        """
+        try:
+            return KeyRotation(self.model, self.own_part_len)
+        except InputError:
+            return None
 
     @property
     def max_slots(self) -> int:

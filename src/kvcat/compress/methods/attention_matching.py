@@ -1,39 +1,26 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
 import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from tqdm.auto import tqdm
 
-from kvcat.cache import (
-    CompactLayer,
-    HeadGrid,
-    HeadSlots,
-    Layer,
-)
+from kvcat.cache import CompactLayer, HeadGrid, Layer
 from kvcat.compress.base import Compressor
-from kvcat.compress.budgets import (
-    Curve,
-    attention_and_curves,
-    share_out_parts,
-    slot_sizes,
-)
+from kvcat.compress.budgets import measure_segments, share_out_segments, slot_sizes
 from kvcat.compress.calibration import load_budgets
-from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
-from kvcat.compress.heads import HeadIndex, Heads, draw_rows
+from kvcat.compress.drawn import DrawnHeads
+from kvcat.compress.fitting import fit_segments
+from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import PartQueries, fitted_queries, usual_own_weight
-from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
+from kvcat.compress.queries import fitted_queries, usual_own_weight
+from kvcat.compress.segments import Segments, split_prefix
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_one_of, did_you_mean
 from kvcat.options import check_options
-from kvcat.types import Tensor
 
 BUDGETS = ("equal", "adaptive")
 PRESETS: dict[str, dict[str, Any]] = {
@@ -47,11 +34,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "budgets": "equal",
     },
 }
-
-PART_TOKENS = 4096
-"""Most tokens of a long document whose slots are fitted together: up to here one fit is faster."""
-_SAMPLED = 0.5  # queries of other parts, relative to those of a part
-_LEAST_SLOTS = 4  # of a part, on average
 
 
 @dataclass(frozen=True)
@@ -117,10 +99,6 @@ class AttentionMatching(_Options):
         (AM-HighestAttnKeys).
     """
 
-    group_elements: ClassVar[int] = 2**24
-    """Most numbers that heads solved together hold; no option, as the caches do not depend on it.
-    """
-
     def __init__(self, preset: str = "stable", **options: Any) -> None:
         check_one_of("preset", preset, PRESETS)
         check_options(_Options, options, "attention-matching")
@@ -160,187 +138,41 @@ class AttentionMatching(_Options):
     def _fitted_heads(
         self, prefix: Prefix, sizes: Sequence[int], bits: int | None
     ) -> Iterator[list[HeadGrid]]:
-        """For every size, the heads of every layer; quantised with ``bits``.
-
-        A long prefix is fitted part by part, so that the cost is linear in the number of parts. Of
-        a part's attention only the order of its slots is kept until its slots are fitted.
-        """
+        """For every size, the heads of every layer; quantised with ``bits``."""
         queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
-        drawn = None
+        prefixes = [prefix]
+        if self._fits_segments(bits):
+            prefixes = split_prefix(prefix, queries, min(sizes))
+        segments: Sequence[Heads] = Segments.of(prefix, prefixes, queries)
         if self.num_queries is not None:
-            drawn = draw_rows(prefix.trace, queries, self.num_queries, self.seed)
-        segments = self._segments(prefix, sizes, bits)
-        part_queries = PartQueries.of(prefix, len(segments), queries, sampled=_SAMPLED)
-        choices = [self._slots_to_choose(segments, size) for size in sizes]
-        curves: list[dict[HeadIndex, Curve]] = []
-        attentions: list[dict[HeadIndex, DenseAttention]] = []
-        for segment in segments:
-            heads = Heads(segment, part_queries.part(segment), drawn, self.group_elements)
-            groups = _with_progress(heads.groups_for_scores(), "attention of the prefix")
-            dense, of_part = attention_and_curves(heads, groups, set().union(*choices))
-            curves.append(of_part)
-            if len(segments) > 1:
-                dense = {head: attention.order_alone() for head, attention in dense.items()}
-            attentions.append(dense)
+            segments = [DrawnHeads(prefix, queries, self.num_queries, self.seed)]
+
+        # segments share their slots by errors, also where all heads of a segment get equally many
+        by_errors = self.budgets == "adaptive" or len(prefixes) > 1
+        longest = max(segment.max_slots for segment in prefixes)
+        choices = [slot_sizes(size / len(prefixes), longest) if by_errors else [] for size in sizes]
+        attentions, curves = measure_segments(segments, set().union(*choices))
         for size, choice in zip(sizes, choices, strict=True):
-            fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
-            slots_of_parts = self._slots_of_parts(prefix, attentions, curves, size, choice)
-            for segment, dense, slots in zip(segments, attentions, slots_of_parts, strict=True):
-                heads = Heads(segment, part_queries.part(segment), drawn, self.group_elements)
-                for head, fit in self._fit_heads(heads, dense, slots, bits).items():
-                    fits[head].append(fit)
-            joined = {head: _joined(pieces) for head, pieces in fits.items()}
-            yield [
-                self._of_prefix(layer, index, joined) for index, layer in enumerate(prefix.layers)
-            ]
-
-    def _segments(self, prefix: Prefix, sizes: Sequence[int], bits: int | None) -> list[Prefix]:
-        """The parts of a prefix whose slots are fitted together.
-
-        There is one if the options do not allow to fit parts, and for few slots, which are soon
-        fitted, and may be fewer than there are parts.
-        """
-        if self.num_queries is not None or self.budgets not in BUDGETS or bits is not None:
-            return [prefix]
-        segments = prefix.parts(PART_TOKENS)
-        return segments if min(sizes) >= _LEAST_SLOTS * len(segments) else [prefix]
-
-    def _slots_to_choose(self, segments: Sequence[Prefix], size: int) -> list[int]:
-        """The numbers of slots that a head of a part may get, if errors decide."""
-        if self.budgets != "adaptive" and len(segments) == 1:
-            return []
-        longest = max(segment.max_slots for segment in segments)
-        return slot_sizes(size / len(segments), longest)
-
-    def _slots_of_parts(
-        self,
-        prefix: Prefix,
-        attentions: Sequence[Mapping[HeadIndex, DenseAttention]],
-        curves: Sequence[Mapping[HeadIndex, Curve]],
-        size: int,
-        choice: list[int],
-    ) -> list[dict[HeadIndex, int]]:
-        """For every part, the number of slots of each head."""
-        if choice:
-            return share_out_parts(curves, size, choice, by_head=self.budgets == "equal")
-        if self.budgets == "equal":
-            return [dict.fromkeys(attentions[0], size)]
-        return [load_budgets(self.budgets).allocate(prefix, size)]
-
-    def _fit_heads(
-        self,
-        heads: Heads,
-        dense: Mapping[HeadIndex, DenseAttention],
-        slots_of_heads: Mapping[HeadIndex, int],
-        bits: int | None,
-    ) -> dict[HeadIndex, HeadSlots]:
-        """The fitted slots of all heads of a part; positions are those in the prefix.
-
-        Args:
-            heads: with the queries to fit to.
-            dense: their attention over the part; where only the order was kept, the rest is
-                computed again.
-            slots_of_heads: number of slots of each.
-            bits: as in ``match_attention``.
-        """
-        fits: dict[HeadIndex, HeadSlots] = {}
-        groups = heads.groups_for_fit(slots_of_heads)
-        for group in _with_progress(groups, "attention matching"):
-            batch = heads.load_fitted(group)
-            attention = DenseAttention.stack([dense[head] for head in group])
-            if not attention.weights.shape[1]:
-                attention = dense_attention(batch)._replace(order=attention.order)
-            slots = match_attention(
-                batch,
-                attention,
-                slots_of_heads[group[0]],
+            if choice:
+                slots = share_out_segments(curves, size, choice, by_head=self.budgets == "equal")
+            elif self.budgets == "equal":
+                slots = [dict.fromkeys(attentions[0], size)]
+            else:
+                slots = [load_budgets(self.budgets).allocate(prefix, size)]
+            yield fit_segments(
+                prefix,
+                segments,
+                attentions,
+                slots,
                 num_iters=self.num_iters,
                 ridge=self.ridge,
                 log_bias=self.log_bias,
                 bits=bits,
             )
-            positions: Tensor = slots.positions  # type: ignore[assignment]
-            slots = replace(slots, positions=positions + heads.prefix.first_slot)
-            fits.update(zip(group, slots.split(), strict=True))
-        return fits
 
-    def _of_prefix(
-        self, layer: CompactLayer, index: int, fits: Mapping[HeadIndex, HeadSlots]
-    ) -> HeadGrid:
-        """The fitted heads of one layer of the prefix, in its number type and with its positions.
-
-        Slots that have a log-bias from an earlier compression keep it, and the fit's comes on top.
-        """
-        num_examples, num_heads = layer.keys.shape[:2]
-        grid: HeadGrid = []
-        for example in range(num_examples):
-            of_example = []
-            for head in range(num_heads):
-                fit = fits[index, example, head]
-                before = layer.present_head(example, head)
-                bias = fit.log_bias if self.log_bias else None
-                if before.log_bias is not None:
-                    bias = fit.bias_or_zeros() + before.log_bias[fit.positions]
-                positions = before.positions
-                positions = None if positions is None else positions[fit.positions]
-                slots = replace(fit.to(layer.keys.dtype), log_bias=bias, positions=positions)
-                of_example.append(slots)
-            grid.append(of_example)
-        return grid
-
-
-def match_attention(
-    batch: HeadBatch,
-    dense: DenseAttention,
-    num_slots: int,
-    *,
-    num_iters: int | None = None,
-    ridge: float | None = 0.05,
-    log_bias: bool = True,
-    bits: int | None = None,
-) -> HeadSlots:
-    """The slots of a batch of KV heads, in at least float32; positions are those in the prefix.
-
-    Args:
-        batch: keys, values, queries and their weights.
-        dense: their attention over the whole prefix.
-        num_slots: slots per head; heads that have no more slots keep all of them unchanged.
-        num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.
-        bits: with codes, also where all slots are kept: the keys are rounded before the fit and the
-            values after it. None: without.
-    """
-    num_heads, prefix_len, _ = batch.keys.shape
-    if num_slots >= prefix_len and bits is None:
-        every_slot = torch.arange(prefix_len, device=batch.keys.device).expand(num_heads, -1)
-        no_bias = torch.zeros_like(batch.keys[..., 0])
-        return HeadSlots(batch.keys, batch.values, no_bias, every_slot)
-    slots = dense.first_slots(num_slots)
-    keys = take(batch.keys, slots)
-    slot_values = take(batch.values, slots)
-    rounded_keys = None
-    if bits is not None:
-        weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
-        rounded_keys = round_keys_together(keys, weighted_queries, bits)
-        keys = rounded_keys.numbers
-    scores = batch.scores(slots=slots, keys=keys)  # (heads, fitted queries, slots)
-    outputs = dense.outputs
-    if batch.last_seen is not None:
-        sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
-        outputs = outputs * sees_a_slot
-    dense = dense._replace(outputs=outputs)
-    bias, values, attention = fit_to_dense(
-        scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
-    )
-    if bits is None or rounded_keys is None:
-        return HeadSlots(keys, values, bias, slots)
-    rounded_values = round_values_together(values, attention, bits)
-    codes = list(RoundedHeads(rounded_keys, rounded_values).split())
-    return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
-
-
-def _joined(pieces: list[HeadSlots]) -> HeadSlots:
-    """The slots of a head's parts; those of one part may have codes."""
-    return pieces[0] if len(pieces) == 1 else HeadSlots.joined(pieces)
+    def _fits_segments(self, bits: int | None) -> bool:
+        """Whether the options allow to fit a long prefix segment by segment."""
+        return self.num_queries is None and self.budgets in BUDGETS and bits is None
 
 
 def _check_budget_file(budgets: str) -> None:
@@ -357,8 +189,3 @@ def _check_budget_file(budgets: str) -> None:
 def _check_range(name: str, value: float | int | None, *, least: int) -> None:
     if value is not None and not least <= value < math.inf:
         raise InputError(f"{name} must be at least {least}, not {value}")
-
-
-def _with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
-    """The groups, with a progress bar in a terminal after two seconds; TQDM_DISABLE=1 hides it."""
-    yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)

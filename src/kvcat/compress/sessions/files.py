@@ -20,8 +20,7 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
-from kvcat.compress.query_set import QuerySet
-from kvcat.compress.rows import Rows
+from kvcat.compress.query_set import QuerySet, Rows
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, one_line
 from kvcat.files import make_folder
