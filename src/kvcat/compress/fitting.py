@@ -44,7 +44,7 @@ def fit_segments(
         for group in with_progress(heads.groups_for_fit(num_slots), "attention matching"):
             batch = heads.load_fitted(group)
             attention = DenseAttention.batched([dense[head] for head in group])
-            if not attention.weights.shape[1]:
+            if not attention.weights.shape[1]:  # of several segments only the orders were kept
                 attention = dense_attention(batch)._replace(order=attention.order)
             slots = match_attention(
                 batch,
@@ -97,12 +97,14 @@ def match_attention(
     slot_values = take(batch.values, slots)
     rounded_keys = None
     if bits is not None:
+        # first the keys: log-bias and values then make up for what their rounding changed
         weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
         rounded_keys = round_keys_together(keys, weighted_queries, bits)
         keys = rounded_keys.numbers
     scores = batch.scores(slots=slots, keys=keys)  # (heads, fitted queries, slots)
     outputs = dense.outputs
     if batch.last_seen is not None:
+        # a query in place that sees no kept slot gets nothing from any values: it asks for nothing
         sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
         outputs = outputs * sees_a_slot
     dense = dense._replace(outputs=outputs)

@@ -21,7 +21,7 @@ from kvcat.compress.trace import Trace
 from kvcat.types import Float, Tensor, at_least_float32
 
 FITTED_PER_TOKEN = 1.5
-"""Of the prefix's own queries, those to which log-bias and values are fitted, for each KV head."""
+"""The prefix's own queries to which each KV head is fitted, for each token of the prefix."""
 
 
 def usual_own_weight(trace: Trace) -> float:
@@ -53,7 +53,9 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     moved = _moved_sets(trace) if own_weight else []
     supervising = _supervising_sets(trace, has_moved=bool(moved))
     if supervising:
-        moved = _weighing(moved, own_weight * _total_weight(supervising))
+        # errors are weighted before they are squared
+        total = torch.cat([each.weights for each in supervising]).square().sum()
+        moved = _weighing(moved, own_weight * float(total))
     sets = [*supervising, *moved]
     if by_share:
         sets = [_with_sinks(each, trace) for each in sets]
@@ -119,9 +121,8 @@ def own_queries(trace: Trace, *, fit_all: bool = False) -> QuerySet | None:
     be moved to other positions.
 
     The last part comes first. All positions select keys. If query heads share a KV head, log-bias
-    and values are fitted only to evenly spaced positions: the queries at every so many positions,
-    so that between one and two times ``FITTED_PER_TOKEN`` for each token of the prefix remain, are
-    as good and cost less.
+    and values are fitted only to evenly spaced positions: with at least twice as many queries as
+    ``FITTED_PER_TOKEN``, they are thinned to between one and two times this number.
 
     Args:
         trace: of the prefix.
@@ -149,7 +150,7 @@ def own_queries(trace: Trace, *, fit_all: bool = False) -> QuerySet | None:
         weights=torch.ones(len(order)),
         log_elsewhere=_no_mass([layer.prefix_queries[:, :, rows, 0] for layer in trace.layers]),
         num_fitted=int(is_fitted.sum()),
-        boost=stride**0.5,
+        boost=stride**0.5,  # one fitted query represents as many squared errors as the stride
         rows=rows[order],
         starts=starts[order],
         place=prefix_len,
@@ -178,11 +179,6 @@ def _masses_in_parts(trace: Trace, moved: QuerySet) -> list[Float[Tensor, "batch
         for of_layer, mass in zip(masses, of_part, strict=True):
             of_layer[:, :, is_in_part] = mass
     return masses
-
-
-def _total_weight(sets: Sequence[QuerySet]) -> float:
-    """The sum of the squared weights of all queries."""
-    return float(torch.cat([each.weights for each in sets]).square().sum())
 
 
 def _weighing(sets: Sequence[QuerySet], total: float) -> list[QuerySet]:
