@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import check_not_wrapped
@@ -138,7 +139,8 @@ def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[Qu
     num_copied = copied.shape[1]
     edges = [number * num_copied // count for number in range(count + 1)]
     text_cache = trace.dense_cache().to_transformers(trace.model, read_only=True, any_length=True)
-    for start, stop in pairwise(edges):
+    parts = list(pairwise(edges))
+    for start, stop in tqdm(parts, "repeating", delay=2.0, disable=None, leave=False):
         queries = _repeated_part(trace, text_cache, sequence, start, stop)
         yield queries if count == 1 else replace(queries, states=_in_8_bits(queries.states))
 
