@@ -139,8 +139,8 @@ def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[Qu
     num_copied = copied.shape[1]
     edges = [number * num_copied // count for number in range(count + 1)]
     text_cache = trace.dense_cache().to_transformers(trace.model, read_only=True, any_length=True)
-    parts = list(pairwise(edges))
-    for start, stop in tqdm(parts, "repeating", delay=2.0, disable=None, leave=False):
+    ranges = list(pairwise(edges))
+    for start, stop in tqdm(ranges, "repeating", delay=2.0, disable=None, leave=False):
         queries = _repeated_part(trace, text_cache, sequence, start, stop)
         yield queries if count == 1 else replace(queries, states=_in_8_bits(queries.states))
 
