@@ -15,6 +15,7 @@ def test_every_script_reports_mistakes_in_one_line(script):
     assert ending in ("", "    run_script(main)\n", "    sys.exit(main())\n")
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_a_script_and_the_one_that_runs_it(tmp_path, capfd):
     script = REPOSITORY / "benchmarks" / "quality.py"
     options = ["--model", "kvcat-base", "--data", "prose=missing.parquet"]
