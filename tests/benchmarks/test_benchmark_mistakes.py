@@ -41,6 +41,7 @@ def is_there(module: str, name: str) -> bool:
     return True
 
 
+@pytest.mark.slow
 def test_a_mistake_ends_a_script_and_the_one_that_runs_it(tmp_path, capfd):
     script = REPOSITORY / "benchmarks" / "quality.py"
     options = ["--model", "kvcat-base", "--data", "prose=missing.parquet"]
