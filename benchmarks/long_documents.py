@@ -16,11 +16,16 @@ number of Anna is 48213." It is compressed by every method to every --keep. One 
     truncated      both ends of the text, as many tokens as the others have slots
 
 Every cell is written to --out when it is measured, and the same command continues.
+
+    python benchmarks/long_documents.py --collect OUT    # puts the records away
+    python benchmarks/long_documents.py --write          # the table of docs/long-documents.md
+    python benchmarks/long_documents.py --check          # exit code 1 if it is different
 """
 
 import argparse
 import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -30,6 +35,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from leaderboard import RECORDS, ROOT, with_tables, wrapped, write_table
 from named_models import NamedModel, add_record_options, for_each_model
 from questions import DIGITS, LINE, NAMES, right
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -39,19 +45,34 @@ from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Trace, make_compressor, parse_method, segments
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction, sequence_trace
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, number, shuffled
-from kvcat.files import append_jsonl
+from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
 from kvcat.losses import score_positions
 from kvcat.models import output_head
+from kvcat.provenance import provenance
+from kvcat.stats import share
 
 FACTS = 8
+CELL = (
+    "model", "document", "tokens", "method", "keep", "reading", "trace", "method_seconds", "peak",
+    "dense_bytes", "bytes", "kl",
+)  # fmt: skip
 LATER = 256
 ONE_FIT = "one-fit"
 ONE_REPETITION = "one-repetition"
 TRUNCATED = "truncated"
 DENSE = "dense"
+PAGE = ROOT / "docs" / "long-documents.md"
+LABELS = {
+    "attention-matching": "the default, repeated in parts",
+    ONE_FIT: "the same, all parts fitted together",
+    ONE_REPETITION: "the same, the whole document repeated at once",
+    "snapkv": "SnapKV",
+    "h2o": "H2O",
+    TRUNCATED: "text cut",
+}
 METHODS = ("attention-matching", ONE_FIT, ONE_REPETITION, "snapkv", "h2o", TRUNCATED)
 
 
@@ -268,19 +289,99 @@ def measure(named_model: NamedModel, options: argparse.Namespace) -> None:
     print(table(pd.DataFrame(records)).to_string(index=False))
 
 
+def rows_of(records: list[dict[str, Any]]) -> pd.DataFrame:
+    """A row for each question of each cell."""
+    rows = []
+    for record in records:
+        cell = {name: record.get(name) for name in CELL}
+        rows += [
+            {**cell, "question": number, "right": int(mark)}
+            for number, mark in enumerate(record["right"])
+        ]
+    return pd.DataFrame(rows)
+
+
+def put_away(options: argparse.Namespace) -> None:
+    """Write the records of a measurement as they are kept."""
+    rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
+    write_table("long", rows)
+    command = "python benchmarks/long_documents.py --model smollm2-135m --data books.parquet"
+    command += f" --tokens {' '.join(map(str, sorted(rows['tokens'].unique())))}"
+    write_json(RECORDS / "long.json", provenance() | {"command": command, "date": options.date})
+
+
+def page_table() -> str:
+    """Means over the documents of each length, from the records that are kept."""
+    rows = pd.read_csv(RECORDS / "long.csv.gz")
+    facts = read_json(RECORDS / "long.json")
+    about = (
+        f"Made by `{facts['command']} --out OUT`, {facts['date']}, torch {facts['torch']}, "
+        f"{facts['cpu']}, float32, one thread of a machine that others used. Readings are "
+        "processor seconds over those of a plain forward of the document in the same process: "
+        "the trace (reading included), then the method. Memory is the peak of both over the "
+        "loaded model, over the whole cache. Right: of the questions that the whole cache "
+        "answers; the interval is over documents."
+    )
+    lines = [
+        wrapped(about),
+        "",
+        "| tokens | documents | method | slots | trace | method | memory | KL, nats | right |",
+        "|---" * 9 + "|",
+    ]
+    for tokens, of_length in rows.groupby("tokens"):
+        dense = of_length[of_length["method"] == DENSE].set_index(["document", "question"])["right"]
+        for (method, keep), cell in of_length.groupby(["method", "keep"], sort=False):
+            if method == DENSE:
+                continue
+            whole = cell.drop_duplicates("document")
+            known = dense.loc[pd.MultiIndex.from_frame(cell[["document", "question"]])].to_numpy()
+            marks = cell["right"].to_numpy()[known == 1]
+            answered = share(marks.astype(float), list(cell["document"].to_numpy()[known == 1]))
+            figures = [
+                f"{tokens:,}",
+                str(len(whole)),
+                LABELS.get(method, f"`{method}`"),
+                f"{100 * keep:g} %",
+                f"{(whole['trace'] / whole['reading']).mean():.1f}",
+                f"{(whole['method_seconds'] / whole['reading']).mean():.1f}",
+                f"{(whole['peak'] / whole['dense_bytes']).mean():.1f}",
+                f"{whole['kl'].mean():.4f}",
+                f"{marks.sum()} of {len(marks)} [{100 * answered.low:.0f}, "
+                f"{100 * answered.high:.0f}]",
+            ]
+            lines.append(f"| {' | '.join(figures)} |")
+    return "\n".join([*lines, ""])
+
+
 def main() -> None:
-    """Measure and print a table for each model."""
+    """Measure and print a table for each model, or keep and show records."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_record_options(parser)
-    parser.add_argument("--data", type=Path, required=True, help="Parquet file with a column text")
+    add_record_options(parser, required=False)
+    parser.add_argument("--data", type=Path, help="Parquet file with a column text")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--documents", type=int, default=2, help="documents of each length")
     parser.add_argument("--keep", type=float, nargs="+", default=[0.1, 0.2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
+    parser.add_argument("--collect", nargs="+", type=Path, metavar="OUT", help="records to keep")
+    parser.add_argument("--date", default="", help="of the measurement, for the page")
+    parser.add_argument("--write", action="store_true", help="the page's table")
+    parser.add_argument("--check", action="store_true", help="compare it with the records")
     options = parser.parse_args()
-    for_each_model(options, measure)
+    if options.out is not None:
+        if options.data is None:
+            raise InputError("no --data: name a Parquet file with a column text")
+        for_each_model(options, measure)
+    if options.collect:
+        put_away(options)
+    if options.write or options.check:
+        page = PAGE.read_text(encoding="utf-8")
+        wanted = with_tables(page, {"long": page_table()})
+        if wanted != page and options.write:
+            PAGE.write_text(wanted, encoding="utf-8")
+        if wanted != page and options.check:
+            sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ import kvcat
 from kvcat import Session
 from kvcat.cache import CompactLayer, HeadSlots, Layer
 from kvcat.compress import AttentionMatching, Prefix
-from kvcat.compress.kept_queries import no_queries
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Past
 from kvcat.errors import InputError, run_script
 from kvcat.files import append_jsonl, read_jsonl
@@ -52,9 +52,11 @@ class Appending(AttentionMatching):
         num_new = prefix.num_new
         counts = torch.cat([layer.present_counts().flatten() for layer in prefix.layers])
         num_old = counts.double().mean().item() - num_new
-        trace = replace(
-            prefix.trace, past=Past(prefix.trace.past_len, queries=no_queries(prefix.trace))
+        none = torch.zeros(0)
+        no_queries = QuerySet(
+            [], positions=none.long(), weights=none, log_elsewhere=[], num_fitted=0
         )
+        trace = replace(prefix.trace, past=Past(prefix.trace.past_len, queries=no_queries))
         new_layers = [layer.at(torch.arange(layer.max_slots)[-num_new:]) for layer in prefix.layers]
         new = Prefix(trace, [replace(layer, log_bias=None) for layer in new_layers])
         for size in sizes:

@@ -47,7 +47,7 @@ def text(file: Path, model: str, num_tokens: int) -> None:
     ids: list[int] = []
     while len(ids) < num_tokens:
         source = sources.pop(0).read_text(encoding="utf-8", errors="replace")
-        ids += tokenizer.encode(source, add_special_tokens=False)
+        ids += tokenizer.encode(source, add_special_tokens=False, verbose=False)
     file.write_text(tokenizer.decode(ids[:num_tokens]), encoding="utf-8")
 
 

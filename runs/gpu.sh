@@ -74,7 +74,7 @@ case $PART in
     ;;
   long)
     lengths="8000 16000 32000" model=${MODEL:-$OUT/shape}
-    [ -z "${TRY:-}" ] || { lengths=1500; model=kvcat-base; }
+    [ -z "${TRY:-}" ] || { lengths=600; model=kvcat-base; }
     [ "$model" != "$OUT/shape" ] || [ -e "$OUT/shape/config.json" ] || python runs/gpu.py shape "$OUT/shape"
     for length in $lengths; do
       python runs/gpu.py text "$OUT/$length.txt" --tokens "$length" --model "$model"

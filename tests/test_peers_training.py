@@ -139,6 +139,7 @@ def test_dms_pulls_only_while_fewer_slots_are_hidden_than_the_target(peers):
     assert kl.sum(-1).mean() >= 0  # the gated model's own logits, with other draws of the noise
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dms", "sp-kv"])
 def test_a_run_reads_the_controls_tokens_continues_and_leaves_an_ordinary_checkpoint(
     peers, method, tiny_folder, texts_folder, tmp_path, monkeypatch

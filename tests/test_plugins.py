@@ -136,6 +136,7 @@ def test_a_compressor_of_another_package_may_give_its_layers_unequal_slots(
     )
 
 
+@pytest.mark.slow
 def test_a_policy_of_another_package_trains_with_options_from_the_command_line(example, tmp_path):
     scores = build_policies("strided,stride=3", num_layers=2, hidden_size=8, num_groups=1)[0](
         torch.zeros(2, 7, 8)

@@ -33,6 +33,7 @@ def test_only_what_points_against_the_anchor_is_left_out(price):
     assert [gradient.tolist() for gradient in projected] == [[2.0, 3.0], [[5.0]]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("policy", ["router", "random"])
 def test_with_own_moments_and_no_weight_of_the_mask_the_model_is_the_controls(

@@ -41,12 +41,14 @@ def blocks():
 
 
 @pytest.mark.parametrize(
-    "name", ["exact", "scale", pytest.param("summary", marks=pytest.mark.slow)]
+    "name",
+    ["exact", *(pytest.param(name, marks=pytest.mark.slow) for name in ("scale", "summary"))],
 )
 def test_the_page_shows_what_the_command_prints(scripts, name):
     assert blocks()[name] == scripts["tables"].table(name)
 
 
+@pytest.mark.slow
 def test_the_figures_of_the_summary_are_those_of_the_tables_of_one_form(scripts):
     tables = scripts["tables"]
     lines = [line for line in blocks()["summary"].splitlines() if line.startswith("|")][2:]
@@ -63,6 +65,7 @@ def test_the_figures_of_the_summary_are_those_of_the_tables_of_one_form(scripts)
                 assert f"| {tables.PARTS[metric]}, {label} | {cell} p " in table
 
 
+@pytest.mark.slow
 def test_no_ratio_is_marked_whose_interval_holds_1(scripts):
     """As the page says: a mark needs an interval without the value of no difference. A bound next
     to it may be printed as 1.000."""

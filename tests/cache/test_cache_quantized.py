@@ -229,6 +229,7 @@ def test_a_file_of_other_bits_than_its_codes_is_rejected(tmp_path):
     assert "key_codes have shape" in refusal(replace(cache, layers=wrong).save, tmp_path / "doc")
 
 
+@pytest.mark.slow
 def test_a_kill_while_saving_leaves_the_old_file(tmp_path):
     path = tmp_path / "doc"
     example().quantize(8).save(path)

@@ -1,16 +1,23 @@
 """Mistakes of a user are reported before torch and transformers are imported."""
 
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 
 CODE = """
-import json, sys
+import io, json, sys
+from contextlib import redirect_stderr
 from kvcat.cli.app import run
-code = run(json.loads(sys.argv[1]))
-print(json.dumps([code, sorted({"torch", "transformers", "datasets"} & set(sys.modules))]))
+heavy = {"torch", "transformers", "datasets"}
+for argv in json.loads(sys.argv[1]):
+    with redirect_stderr(io.StringIO()) as said:
+        code = run(argv)
+    imported = sorted(heavy & set(sys.modules))
+    heavy -= set(imported)  # named at the first command that imports them
+    print(json.dumps([code, imported, said.getvalue()]))
 """
 MISTAKES = [
     (["compress", "./none", "--text", "TEXT", "-o", "OUT"], "model folder ./none does not exist"),
@@ -83,20 +90,41 @@ MISTAKES = [
 ]
 
 
-@pytest.mark.parametrize(("arguments", "reason"), MISTAKES, ids=lambda value: " ".join(value)[:50])
-def test_a_mistake_is_named_before_torch_is_imported(arguments, reason, tmp_path, monkeypatch):
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    (tmp_path / "text.txt").write_text("A text.")
-    (tmp_path / "empty").mkdir()
-    places = {"TEXT": tmp_path / "text.txt", "OUT": tmp_path / "out", "FOLDER": tmp_path / "empty"}
-    argv = [
-        str(places.get(word, word)).replace("OUT.gguf", str(tmp_path / "out.gguf"))
-        for word in arguments
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """Exit code, heavy imports and message of every mistake, one after another in one process."""
+    folder = tmp_path_factory.mktemp("early")
+    (folder / "text.txt").write_text("A text.")
+    (folder / "empty").mkdir()
+    places = {"TEXT": folder / "text.txt", "OUT": folder / "out", "FOLDER": folder / "empty"}
+    commands = [
+        [
+            str(places.get(word, word)).replace("OUT.gguf", str(folder / "out.gguf"))
+            for word in arguments
+        ]
+        for arguments, _ in MISTAKES
     ]
-    command = [sys.executable, "-c", CODE, json.dumps(argv)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert json.loads(done.stdout) == [2, []]
-    assert reason in done.stderr
+    done = subprocess.run(
+        [sys.executable, "-c", CODE, json.dumps(commands)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("row", "reason"),
+    [
+        pytest.param(row, reason, id=f"{row} {' '.join(arguments)[:50]}")
+        for row, (arguments, reason) in enumerate(MISTAKES)
+    ],
+)
+def test_a_mistake_is_named_before_torch_is_imported(row, reason, outcomes):
+    code, imported, said = outcomes[row]
+    assert (code, imported) == (2, [])
+    assert reason in said
 
 
 def test_every_method_that_exists_passes_the_early_check():

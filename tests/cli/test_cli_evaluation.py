@@ -65,6 +65,7 @@ def test_an_evaluation_ends_in_records_a_table_and_a_page_and_again_adds_nothing
     assert records(out) == before
 
 
+@pytest.mark.slow
 def test_several_sources_and_shards_end_in_one_report(
     tiny_folder, data, tmp_path, capsys, monkeypatch
 ):
@@ -142,6 +143,7 @@ def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(t
     assert "exact match" in (out / "report" / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_a_ruler_run_accepts_several_lengths(tmp_path):
     tasks = ("--task", "vt", "--per-task", 1, "--method", "first", "--keep", 0.5)
     evaluate(tmp_path, "ruler", "--length", 400, 420, *tasks)
@@ -150,6 +152,7 @@ def test_a_ruler_run_accepts_several_lengths(tmp_path):
     assert (tmp_path / "report" / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labelled(tmp_path):
     options = shlex.split("--sub-domain all --max-tokens 700 --limit 2 --method first --keep 0.2")
     evaluated_cells = evaluated(

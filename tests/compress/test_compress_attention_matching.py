@@ -228,6 +228,7 @@ def test_a_prefix_that_supervises_itself_in_place_sees_no_later_key(model, windo
         assert all(x.isfinite().all() for layer in cache.layers for x in layer.tensors().values())
 
 
+@pytest.mark.slow
 def test_on_a_real_model_a_fit_to_few_queries_is_better_for_others_than_eviction():
     model, tokenizer = load("kvcat-base")
     texts = [inspect.getsource(module) for module in (argparse, difflib, inspect)]
@@ -258,6 +259,7 @@ def test_how_many_heads_are_solved_together_does_not_change_the_cache(
             assert torch.allclose(tensor, apart.tensors()[name], atol=1e-4), name
 
 
+@pytest.mark.slow
 def test_values_that_a_type_of_few_bits_cannot_hold_are_rejected_with_the_setting(windows):
     half = trace(loud_model(dtype=torch.float16, std=1.0), windows[:1], 48)
     whole = trace(loud_model(std=1.0), windows[:1], 48)

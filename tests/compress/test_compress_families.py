@@ -47,7 +47,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if name == "beam" else []) for name in FAMILIES],
+)
 def test_compressing_and_answering_equal_the_stock_model(name):
     if name == "beam" and TRANSFORMERS < (5, 20):
         pytest.skip("transformers has no such model")

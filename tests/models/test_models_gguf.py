@@ -76,7 +76,9 @@ def check_against_llama_cpp(path, length, num_ctx=1024):
     ],
     ids=lambda value: "+".join(map(str, value)),
 )
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "kind", ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("qwen2", "qwen3"))]
+)
 def test_scaled_rotary_embeddings_are_those_of_llama_cpp(kind, settings, tensors, tmp_path):
     if kind != "llama" and tensors:
         pytest.skip("llama.cpp reads rotary factors of architecture llama alone")

@@ -392,6 +392,7 @@ def test_figures_are_shown_with_their_digits_sign_and_interval(figure, text, int
     assert [replace(figure, verdict=v).decided for v in ("better", "level")] == ["better", ""]
 
 
+@pytest.mark.slow
 def test_every_line_of_every_plot_is_in_its_legend(folders, tmp_path):
     runs = {name: write_run(tmp_path / name, name) for name in ("control", "router")}
     metrics = {name: run_metrics(folder) for name, folder in runs.items()}

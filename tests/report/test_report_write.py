@@ -185,6 +185,7 @@ def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_fi
         assert expected_text in text
 
 
+@pytest.mark.slow
 def test_methods_and_folders_whose_names_differ_in_signs_alone_have_files_of_their_own(tmp_path):
     records = made_up_records(MODELS[:2], 2, ("snapkv",))
     labels = ("a:b", "a b", "A-b")
@@ -278,6 +279,7 @@ def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, 
     assert not out.exists()
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     records = [
         r for r in made_up_records(num_documents=3, methods=("snapkv",)) if r.keep_ratio == 0.2

@@ -1,5 +1,5 @@
-"""vLLM on a CPU answers from compact documents next to its pages as kvcat does; two servers for all
-tests (``make test-vllm``)."""
+"""vLLM on a CPU answers from compact documents next to its pages as kvcat does; one server for all
+tests (``make test-vllm``), another with two workers for the slow one (``make test-vllm-more``)."""
 
 import json
 import os
@@ -344,6 +344,7 @@ def test_memory_stays_within_its_bound_and_is_what_the_slots_need(world):
     assert world.gauges()["document_loads"] <= before + 1
 
 
+@pytest.mark.slow
 def test_a_killed_server_starts_again_with_two_workers_and_answers_the_same(world):
     world.kill()
     world.start("--tensor-parallel-size", 2, cache_mb=4)

@@ -1,5 +1,5 @@
 """vLLM answers as kvcat does with a small random model of every supported family, one engine in a
-process each, and rejects what would be wrong when it starts (``make test-vllm``)."""
+process each, and rejects what would be wrong when it starts (``make test-vllm-more``)."""
 
 import json
 import os
@@ -17,8 +17,8 @@ from kvcat.models import save
 from kvcat.serving import open_documents, request_fields
 from tiny import byte_tokenizer
 
-pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytest.importorskip("vllm", reason="needs vLLM (make test-vllm-more)")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 NEW = 24
 TEXTS = ["the cat sees", "a small tree that was", "then it was old and the dog finds it " * 3]
 GEMMA = {

@@ -31,6 +31,7 @@ def finished(tiny_folder, texts_folder, tmp_path_factory):
     return train(run, progress=False)
 
 
+@pytest.mark.slow
 def test_the_export_runs_in_plain_transformers_and_holds_the_trained_weights(finished):
     command = [sys.executable, "-c", PLAIN, str(finished.export)]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -35,7 +35,13 @@ def generators(count=2):
     return [torch.Generator().manual_seed(i) for i in range(count)]
 
 
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        pytest.param(policy, marks=[] if policy == "router" else pytest.mark.slow)
+        for policy in POLICIES
+    ],
+)
 def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, tmp_path):
     """A missing curve is written; a commit that removes one must say why."""
     run = tmp_path / "run"
@@ -57,7 +63,7 @@ def test_the_loss_curve_is_the_one_on_record(policy, tiny_folder, texts_folder, 
         assert [record[name] for name in names] == pytest.approx(expected, rel=1e-3, abs=1e-4)
 
 
-@pytest.mark.parametrize("policy", ["router", "random"])
+@pytest.mark.parametrize("policy", ["router", pytest.param("random", marks=pytest.mark.slow)])
 def test_four_micro_batches_of_one_equal_one_of_four_up_to_rounding(policy, monkeypatch, new_run):
     def plain(model, routers, config):  # AdamW divides by gradients that are nothing but rounding
         return torch.optim.SGD([{"params": [*model.parameters(), *routers], "lr_multiplier": 1.0}])

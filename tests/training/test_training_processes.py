@@ -70,8 +70,18 @@ def _member(run, folder, rank, size, port):
     "options",
     [
         {},
-        {"policy": "random", "prefix_range": (0.25, 0.9)},
-        {"policy": "attention", "dtype": "bfloat16", "micro_batch_size": None, "max_steps": 2},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in (
+                {"policy": "random", "prefix_range": (0.25, 0.9)},
+                {
+                    "policy": "attention",
+                    "dtype": "bfloat16",
+                    "micro_batch_size": None,
+                    "max_steps": 2,
+                },
+            )
+        ),
     ],
     ids=str,
 )
@@ -93,6 +103,7 @@ def test_two_processes_equal_one(options, tmp_path, new_run):
         assert a["dense_loss"] == pytest.approx(b["dense_loss"], rel=1e-2)
 
 
+@pytest.mark.slow
 def test_a_run_continues_with_another_number_of_processes(tmp_path, new_run):
     options = {"max_steps": 6, "peak_lr": 1e-3, "checkpoint_every": 2, "keep_checkpoints": 9}
     whole, split = (new_run(name, **options) for name in ("whole", "split"))

@@ -27,7 +27,7 @@ from kvcat.training.signals import Stopped, stop_requests
 from training_runs import assert_same, config, exported, records, start_command, state
 
 
-@pytest.mark.parametrize("policy", ["router", "random"])
+@pytest.mark.parametrize("policy", ["router", pytest.param("random", marks=pytest.mark.slow)])
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one_bit_for_bit(
     policy, monkeypatch, new_run
 ):
@@ -119,6 +119,7 @@ def test_a_mistake_lets_the_checkpoint_that_is_being_written_come_to_its_end(mon
     assert [folder.name for folder in folders(Path(run.output))] == ["step-000001"]
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_exported_again_in_another_type_even_after_a_kill(monkeypatch, new_run):
     run = new_run(max_steps=1)
     train(run, progress=False)
@@ -159,6 +160,7 @@ def assert_equal_runs(whole, broken):
     assert records(whole.output) == records(broken.output)
 
 
+@pytest.mark.slow
 def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
     tmp_path, monkeypatch, new_run
 ):
@@ -387,6 +389,7 @@ def interrupt(run, log, moment, how=signal.SIGKILL):
     return child.exitcode
 
 
+@pytest.mark.slow
 def test_a_killed_run_has_what_it_said_was_saved_and_resumes_bit_for_bit(new_run, tmp_path):
     options = {"max_steps": 40, "checkpoint_every": 1}
     log = tmp_path / "log"

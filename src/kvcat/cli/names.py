@@ -1,6 +1,7 @@
 """The names of methods and evaluations, from their file names, without imports."""
 
 import ast
+from functools import cache
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 
@@ -45,6 +46,7 @@ def evaluation_lines() -> dict[str, str]:
     return lines
 
 
+@cache
 def _first_line(source: Traversable) -> str:
     """The first line of a Python file's docstring."""
     docstring = ast.get_docstring(ast.parse(source.read_text(encoding="utf-8"))) or ""

@@ -10,7 +10,8 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from tqdm.auto import tqdm
+from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import check_not_wrapped
 from kvcat.attention.mass import log_mass
@@ -104,8 +105,7 @@ def trace_in_parts(
     count = num_parts(sequence, positions, part_tokens)
     moved = own_queries(trace)
     if moved is not None and count > 1:
-        in_order = moved.selected(torch.arange(len(moved)))
-        moved = replace(in_order, states=_in_8_bits(in_order.states))
+        moved = replace(moved, states=_in_8_bits(moved.states))
         trace = _with_last_queries(trace, tail)
     return_freed_memory()
     sources = [*_repeated(trace, sequence, count), *([] if moved is None else [moved])]
@@ -132,37 +132,53 @@ def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[Qu
 
     Fitting to a third of them, and half of the text's own, lost half of the right answers.
     """
-    model = trace.model
-    instruction = sequence.input_ids[:, sequence.prefix_len : sequence.supervision_start]
     copied = sequence.input_ids[:, sequence.supervision_start :]
     num_copied = copied.shape[1]
-    num_opening = sequence.prefix_len - num_copied  # tokens of the text that the copy leaves out
     edges = [number * num_copied // count for number in range(count + 1)]
-    text_cache = trace.dense_cache().to_transformers(model, read_only=True, any_length=True)
-    for start, stop in pairwise(edges):
-        lead = copied[:, max(0, start - _LEAD) : start]
-        ids = torch.cat([instruction, lead, copied[:, start:stop]], dim=1)
-        last_seen = torch.arange(ids.shape[1] - (stop - start), ids.shape[1])
-        with frozen(model):
-            captured = capture(
-                model,
-                ids,
-                query_positions=last_seen,
-                hidden_start=ids.shape[1] - 1,
-                past=text_cache,
-                rope=trace.text.rope,
-                layers=trace.layer_numbers,
-                first_slot=trace.prefix_len,
-            )
-        masses = [
-            log_mass(*layer, last_seen)
-            for layer in zip(captured.queries, captured.keys, captured.scales, strict=True)
-        ]
-        yield QuerySet(
-            states=captured.queries if count == 1 else _in_8_bits(captured.queries),
-            positions=trace.prefix_len + last_seen,
-            weights=torch.ones(stop - start),
-            log_elsewhere=masses,
-            num_fitted=stop - start,
-            repeated=torch.arange(num_opening + start, num_opening + stop),
+    text_cache = trace.dense_cache().to_transformers(trace.model, read_only=True, any_length=True)
+    ranges = list(pairwise(edges))
+    for start, stop in tqdm(ranges, "repeating", delay=2.0, disable=None, leave=False):
+        queries = _repeated_part(trace, text_cache, sequence, start, stop)
+        yield queries if count == 1 else replace(queries, states=_in_8_bits(queries.states))
+
+
+def _repeated_part(
+    trace: Trace, text_cache: Cache, sequence: Reconstruction, start: int, stop: int
+) -> QuerySet:
+    """The queries of one part of the copy; nothing else of its forward pass stays in memory.
+
+    Args:
+        trace: of the text.
+        text_cache: of the text, for the model.
+        sequence: the text with its copy.
+        start, stop: range of the part in the copy.
+    """
+    instruction = sequence.input_ids[:, sequence.prefix_len : sequence.supervision_start]
+    copied = sequence.input_ids[:, sequence.supervision_start :]
+    num_opening = sequence.prefix_len - copied.shape[1]  # tokens of the text that the copy omits
+    lead = copied[:, max(0, start - _LEAD) : start]
+    ids = torch.cat([instruction, lead, copied[:, start:stop]], dim=1)
+    last_seen = torch.arange(ids.shape[1] - (stop - start), ids.shape[1])
+    with frozen(trace.model):
+        captured = capture(
+            trace.model,
+            ids,
+            query_positions=last_seen,
+            hidden_start=ids.shape[1] - 1,
+            past=text_cache,
+            rope=trace.text.rope,
+            layers=trace.layer_numbers,
+            first_slot=trace.prefix_len,
         )
+    masses = [
+        log_mass(*layer, last_seen)
+        for layer in zip(captured.queries, captured.keys, captured.scales, strict=True)
+    ]
+    return QuerySet(
+        states=captured.queries,
+        positions=trace.prefix_len + last_seen,
+        weights=torch.ones(stop - start),
+        log_elsewhere=masses,
+        num_fitted=stop - start,
+        repeated=torch.arange(num_opening + start, num_opening + stop),
+    )
