@@ -177,9 +177,9 @@ class QuerySet:
         self,
         numbers: Sequence[int],
         scales: Sequence[float],
-        keys: Sequence[Float[Tensor, "batch kv_heads keys _"]],
+        keys: Sequence[Float[Tensor, "batch _ keys _"]],
         last_seen: Int[Tensor, " queries"],
-    ) -> list[Float[Tensor, "batch heads queries"]]:
+    ) -> list[Float[Tensor, "batch _ queries"]]:
         """Per layer, the log of each query's attention mass on some keys (``log_mass``).
 
         Args:
