@@ -23,13 +23,13 @@ test: setup ## the default tests, offline, on a CPU
 
 # rooms whose tests compare numbers, as a processor without wide vectors and with other threads computes them
 NUMERIC := tests/attention tests/cache tests/compress tests/losses tests/policies tests/theory
-OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 KVCAT_TEST_THREADS=2
+OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ONEDNN_MAX_CPU_ISA=SSE41 KVCAT_TEST_THREADS=2 OMP_WAIT_POLICY=passive
 
 test-portable: setup ## the numeric tests as another processor would run them
-	$(OTHER_PROCESSOR) $(BIN)/python -m pytest -q $(NUMERIC)
+	$(OTHER_PROCESSOR) $(BIN)/python -m pytest -q -n auto $(NUMERIC)
 
 test-accelerator: setup ## the tests for a GPU on an accelerator that exists on paper: tensors of two devices never meet
-	KVCAT_TEST_DEVICE=accel $(BIN)/python -m pytest -q -m gpu tests/test_gpu.py
+	KVCAT_TEST_DEVICE=accel $(BIN)/python -m pytest -q -n auto -m gpu tests/test_gpu.py
 
 test-slow: setup ## the tests that take more than a few seconds
 	$(BIN)/python -m pytest -q -n auto -m slow
