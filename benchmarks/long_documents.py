@@ -336,7 +336,10 @@ def page_table() -> str:
             whole = cell.drop_duplicates("document")
             known = dense.loc[pd.MultiIndex.from_frame(cell[["document", "question"]])].to_numpy()
             marks = cell["right"].to_numpy()[known == 1]
-            answered = share(marks.astype(float), list(cell["document"].to_numpy()[known == 1]))
+            answered = share(
+                marks.astype(float),
+                [str(number) for number in cell["document"].to_numpy()[known == 1]],
+            )
             figures = [
                 f"{tokens:,}",
                 str(len(whole)),
