@@ -126,6 +126,13 @@ def begin(port, id, **fields):
     return connection
 
 
+def is_closed(connection):
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # closed with bytes that were not read yet
+        return True
+
+
 def test_clients_that_leave_cost_nothing_and_those_that_are_answered_at_the_end_get_503(folder):
     port = free_port()
     with serving(folder, port, max_tokens=5000) as server:
@@ -144,10 +151,10 @@ def test_clients_that_leave_cost_nothing_and_those_that_are_answered_at_the_end_
         for each in half:
             each.sendall(b"GET /health HTTP/1.1\r\n")
         begun = time.monotonic()
-        assert half[0].recv(1) == b""
+        assert is_closed(half[0])
         assert time.monotonic() - begun < 5
         half[-1].sendall(b"X: y\r\n")  # further bytes give no further time
-        assert half[-1].recv(1) == b""
+        assert is_closed(half[-1])
         assert time.monotonic() - begun < 20
         for each in half:
             each.close()
