@@ -506,6 +506,18 @@ def with_tables(text: str, tables: dict[str, str]) -> str:
     return BLOCK.sub(replaced, text)
 
 
+def write_or_check(page: Path, tables: dict[str, str], options: argparse.Namespace) -> None:
+    """Write the tables of a page (``--write``), or exit with 1 if it has others (``--check``)."""
+    text = page.read_text(encoding="utf-8")
+    wanted = with_tables(text, tables)
+    if wanted != text:
+        print(page.relative_to(ROOT))
+        if options.write:
+            page.write_text(wanted, encoding="utf-8")
+        else:
+            sys.exit(1)
+
+
 def curves(records: Records, names: dict[str, str]) -> dict[str, pd.DataFrame]:
     """What the picture shows: for each model the estimates of KL by method and keep ratio."""
     shown = {}

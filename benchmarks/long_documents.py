@@ -25,7 +25,6 @@ Every cell is written to --out when it is measured, and the same command continu
 import argparse
 import ctypes
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -35,7 +34,7 @@ from typing import Any
 
 import pandas as pd
 import torch
-from leaderboard import RECORDS, ROOT, with_tables, wrapped, write_table
+from leaderboard import RECORDS, ROOT, wrapped, write_or_check, write_table
 from named_models import NamedModel, add_record_options, for_each_model
 from questions import DIGITS, LINE, NAMES, right
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -306,7 +305,10 @@ def put_away(options: argparse.Namespace) -> None:
     rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
     write_table("long", rows)
     command = "python benchmarks/long_documents.py --model smollm2-135m --data books.parquet"
-    command += f" --tokens {' '.join(map(str, sorted(rows['tokens'].unique())))}"
+    compressed = rows[rows["method"] != DENSE]
+    for option, column in (("tokens", "tokens"), ("keep", "keep"), ("methods", "method")):
+        command += f" --{option} {' '.join(map(str, compressed[column].unique()))}"
+    command += f" --documents {rows['document'].max() + 1}"
     write_json(RECORDS / "long.json", provenance() | {"command": command, "date": options.date})
 
 
@@ -379,12 +381,7 @@ def main() -> None:
     if options.collect:
         put_away(options)
     if options.write or options.check:
-        page = PAGE.read_text(encoding="utf-8")
-        wanted = with_tables(page, {"long": page_table()})
-        if wanted != page and options.write:
-            PAGE.write_text(wanted, encoding="utf-8")
-        if wanted != page and options.check:
-            sys.exit(1)
+        write_or_check(PAGE, {"long": page_table()}, options)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ in which the model answers, "reconstruction" one in the user's turn. Every answe
 import argparse
 import json
 import re
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -35,7 +34,7 @@ import numpy as np
 import pandas as pd
 import torch
 from kinds import ALL_KINDS, COMPLETION, HALVES, KINDS, Asked, Draw, completion, spread
-from leaderboard import RECORDS, ROOT, SIGNIFICANT, percent, with_tables, wrapped, write_table
+from leaderboard import RECORDS, ROOT, SIGNIFICANT, percent, wrapped, write_or_check, write_table
 from named_models import NamedModel, add_record_options, for_each_model
 from peers import method_of
 from questions import BASELINES, Document, answered
@@ -354,7 +353,10 @@ def put_away(options: argparse.Namespace) -> None:
     rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
     write_table("kinds", rows.drop(columns="right"))
     lengths = " ".join(map(str, sorted(rows["length"].unique())))
+    asked = rows[~rows["condition"].isin([name for name, _ in BASELINES])]
+    conditions = " ".join(asked["condition"].unique())
     command = f"python benchmarks/question_set.py --lengths {lengths} --seed {options.seed}"
+    command += f" --half held-out --conditions {conditions}"
     command += " --data prose=... technical=... textbook=... --out OUT.jsonl"
     write_json(RECORDS / "kinds.json", provenance() | {"command": command, "date": options.date})
 
@@ -387,14 +389,7 @@ def main() -> None:
     if options.collect:
         put_away(options)
     if options.write or options.check:
-        page = PAGE.read_text(encoding="utf-8")
-        wanted = with_tables(page, {"kinds": page_table()})
-        if wanted != page:
-            print(PAGE.relative_to(ROOT))
-            if options.write:
-                PAGE.write_text(wanted, encoding="utf-8")
-            else:
-                sys.exit(1)
+        write_or_check(PAGE, {"kinds": page_table()}, options)
 
 
 if __name__ == "__main__":

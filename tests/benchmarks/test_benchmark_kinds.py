@@ -6,6 +6,7 @@ import re
 import pytest
 import question_set
 from kinds import ALL_KINDS, COMPLETION, HALVES, KINDS, NAMES, Asked, Draw, completion, spread
+from leaderboard import with_tables
 from question_set import TextDocument
 from windows import Window
 
@@ -151,4 +152,4 @@ def test_a_repetition_as_the_answer_begins_after_the_turn_of_the_assistant():
 
 def test_the_page_has_the_tables_that_its_records_give():
     page = question_set.PAGE.read_text(encoding="utf-8")
-    assert question_set.with_tables(page, {"kinds": question_set.page_table()}) == page
+    assert with_tables(page, {"kinds": question_set.page_table()}) == page
