@@ -320,14 +320,14 @@ def page_table() -> str:
         f"Made by `{facts['command']} --out OUT`, {facts['date']}, torch {facts['torch']}, "
         f"{facts['cpu']}, float32, one thread of a machine that others used. Readings are "
         "processor seconds over those of a plain forward of the document in the same process: "
-        "the trace (reading included), then the method. Memory is the peak of both over the "
+        "the trace (reading included), then the fit. Memory is the peak of both over the "
         "loaded model, over the whole cache. Right: of the questions that the whole cache "
         "answers; the interval is over documents."
     )
     lines = [
         wrapped(about),
         "",
-        "| tokens | documents | method | slots | trace | method | memory | KL, nats | right |",
+        "| tokens | documents | method | slots | trace | fit | memory | KL, nats | right |",
         "|---" * 9 + "|",
     ]
     for tokens, of_length in rows.groupby("tokens"):

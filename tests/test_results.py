@@ -262,13 +262,16 @@ def test_every_line_of_the_price_curve_has_records_and_a_control(scripts):
         assert {model, scripts["records"].control_of(model)} <= known
 
 
-def test_windows_of_other_packages_are_not_added_to_the_curve(scripts):
+def test_windows_of_other_packages_are_not_added_to_the_curve(scripts, monkeypatch, tmp_path):
     """The curve's texts are the installed sources: with other packages they are other windows."""
     curve = scripts["tables"].curve
     rows = curve.read()
     new = rows[rows["model"] == "router-1"]
-    curve.check_windows(rows, new)
-    curve.check_windows(rows[:0], new)
-    other = new.assign(window=new["window"] + "x")
+    file = tmp_path / "records.csv.gz"
+    monkeypatch.setattr(curve, "rows_of", lambda _: new)
+    assert curve.add([tmp_path], file) == len(new)
+    other = new.assign(seed=9, window=new["window"] + "x")
+    monkeypatch.setattr(curve, "rows_of", lambda _: other)
     with pytest.raises(InputError, match="96 windows of reconstruction are not those"):
-        curve.check_windows(rows, other)
+        curve.add([tmp_path], file)
+    assert len(curve.read(file)) == len(new)

@@ -66,14 +66,14 @@ def add(folders: list[Path], path: Path) -> int:
     """Add the rows of results folders that the file does not have; returns their number."""
     old = read(path)
     new = pd.concat([rows_of(folder) for folder in folders], ignore_index=True)
-    check_windows(old, new)
+    _check_windows(old, new)
     both = pd.concat([old, new], ignore_index=True) if len(old) else new
     both = both.drop_duplicates(KEY, keep="first")
     write(both, path)
     return len(both) - len(old)
 
 
-def check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
+def _check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
     """Raise an ``InputError`` if new rows are of other windows: models would not be comparable.
 
     The texts are the installed Python sources, so that other packages give other windows.
