@@ -10,7 +10,7 @@ from evicted_caches import evicted, ids, make_model, ragged
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
 from kvcat.models import capture
-from kvcat.serving.document_attention import DocumentLayer, attend_documents, merge
+from kvcat.serving.document_attention import DocumentLayer, attend_documents
 from kvcat.serving.documents import Document, open_documents
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
 from kvcat.serving.residents import Residents
@@ -68,7 +68,8 @@ def test_document_and_pages_merged_are_the_softmax_over_both(window, counts):
     scores = scores.masked_fill(~causal[:, None], -torch.inf)
     pages = torch.einsum("htgn,hnd->htgd", scores.softmax(-1), text_values)
     document, mass = attend_documents(queries, [(layer, 0, tokens)], positions, scale=scale)
-    merged = merge(pages, scores.logsumexp(-1), document, mass)
+    share = torch.sigmoid(mass - scores.logsumexp(-1))
+    merged = torch.lerp(pages, document, share[..., None])
     start = 0
     for head, count in enumerate(counts):
         slots = slice(start, start + count)
@@ -87,14 +88,13 @@ def test_document_and_pages_merged_are_the_softmax_over_both(window, counts):
         torch.testing.assert_close(merged[head].flatten(0, 1).double(), wanted, atol=1e-5, rtol=0)
 
 
-def test_a_token_that_sees_no_slot_of_a_document_has_the_attention_over_its_pages():
+def test_a_token_that_sees_no_slot_of_a_document_has_no_attention_to_it():
     draw = draws()
     layer = DocumentLayer(draw(4, 8), draw(4, 8), None, (2, 2), torch.tensor([3, 4, 3, 4]))
     queries = draw(2, 1, 3, 8)
     document, mass = attend_documents(queries, [(layer, 0, 1)], torch.tensor([4]), scale=1.0)
     assert (mass == -torch.inf).all()
-    pages = draw(2, 1, 3, 8)
-    assert torch.equal(merge(pages, draw(2, 1, 3), document, mass), pages)
+    assert (document == 0).all()
 
 
 @pytest.mark.parametrize(
@@ -138,23 +138,6 @@ def test_documents_one_behind_the_other_are_placed_as_compose_joins_them():
         torch.testing.assert_close(one.keys, other.keys, atol=1e-5, rtol=0)
         assert torch.equal(one.values, other.values)
         assert torch.equal(one.log_bias, other.log_bias)
-
-
-def test_wide_heads_are_attended_to_in_one_call_with_masks_that_are_counted():
-    draw = draws()
-    layer = DocumentLayer(draw(90, 64), draw(90, 64), draw(90), (30, 10, 50))
-    assert layer.joint_mask is not None
-    assert layer.nbytes == 90 * (2 * 64 * 4 + 4 + 3 * 4)
-    queries = draw(3, 2, 3, 64)
-    positions = torch.tensor([4, 9])
-    together, mass = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
-    layer.__dict__["joint_mask"] = None
-    apart, mass_apart = attend_documents(queries, [(layer, 0, 2)], positions, scale=0.1)
-    torch.testing.assert_close(together, apart, atol=1e-5, rtol=0)
-    torch.testing.assert_close(mass, mass_apart, atol=1e-5, rtol=0)
-    two = DocumentLayer(draw(20, 64), draw(20, 64), None, (5, 5, 10))
-    both, _ = attend_documents(queries, [(layer, 0, 1), (two, 1, 2)], positions, scale=0.1)
-    torch.testing.assert_close(both[:, :1], apart[:, :1], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("bits", [None, 8, 4])

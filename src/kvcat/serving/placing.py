@@ -14,7 +14,7 @@ from kvcat.cache import CompactCache, HeadGrid, HeadSlots, layer_windows
 from kvcat.compress.compose import slots_behind
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
-from kvcat.serving.document_attention import DocumentLayer, mask_bytes
+from kvcat.serving.document_attention import DocumentLayer
 from kvcat.types import Tensor
 
 _HIDDEN = 8  # channels of what has no part in the rotation
@@ -52,18 +52,12 @@ def num_bytes(
         biased: whether slots have a log-bias.
         size: number of tensor-parallel workers.
     """
-    slot_bytes = 2 * head_dim * dtype.itemsize
-    totals = []
-    for rank in range(size):
-        share = Share(rank, size)
-        total = 0
-        for layer in counts:
-            heads = share.heads(len(layer))
-            num_slots = sum(layer[head] for head in heads)
-            total += num_slots * (slot_bytes + (4 if biased else 0))
-            total += mask_bytes(len(heads), num_slots, slot_bytes)
-        totals.append(total)
-    return max(totals)
+    slot_bytes = 2 * head_dim * dtype.itemsize + (4 if biased else 0)
+    num_slots = [
+        sum(layer[head] for layer in counts for head in Share(rank, size).heads(len(layer)))
+        for rank in range(size)
+    ]
+    return slot_bytes * max(num_slots)
 
 
 def rotation_model(config: PreTrainedConfig) -> PreTrainedModel:

@@ -1,0 +1,81 @@
+"""The compiled attention of a CPU against plain torch (``make test-vllm``)."""
+
+import pytest
+import torch
+
+from kvcat.serving.document_attention import DocumentLayer, attend_documents
+
+pytest.importorskip("numba", reason="comes with vLLM (make test-vllm)")
+import numpy as np
+
+from kvcat.serving.cpu_kernel import attend, bits_of, kind_of, set_threads
+
+DIM, GROUP, HEADS, CELLS = 16, 3, 2, 4
+PAST = [0, 5, 9]  # tokens of each text before its new ones
+NEW = [3, 1, 1]
+
+
+@pytest.mark.parametrize("window", [-1, 4])
+@pytest.mark.parametrize("is_regular", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
+    dtype, is_regular, window
+):
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    layers = []
+    for counts in ((150, 3), (1, 70)):
+        total = sum(counts)
+        keys, values = (2 * draw(total, DIM)).to(dtype), draw(total, DIM).to(dtype)
+        until = torch.arange(total) % 9 if window > 0 else None
+        bias = 2 * draw(total) if len(layers) == 0 else None
+        layers.append(DocumentLayer(keys, values, bias, counts, until))
+    # the first document's text is read in two sections
+    sections = [(0, 0, 2), (0, 2, 3), (1, 3, 5)]
+    rows = [row for row, count in enumerate(NEW) for _ in range(count)]
+    positions = torch.cat(
+        [torch.arange(past, past + new) for past, new in zip(PAST, NEW, strict=True)]
+    )
+    num_pages = [-(-(past + new) // CELLS) for past, new in zip(PAST, NEW, strict=True)]
+    blocks = torch.randperm(sum(num_pages), generator=generator).split(num_pages)
+    table = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
+    pages = (2 * draw(sum(num_pages), HEADS, 2 * CELLS * DIM)).to(dtype)
+    pages[0, 0, 0] = 6e-8  # the smallest float16
+    places = torch.arange(DIM * CELLS).view(DIM, CELLS) + 7
+    if not is_regular:
+        places = torch.randperm(2 * CELLS * DIM, generator=generator)[: DIM * CELLS].view(DIM, CELLS)
+    queries = draw(len(rows), HEADS, GROUP, DIM)
+    attended, shares = torch.empty_like(queries), torch.empty(queries.shape[:3])
+    set_threads()
+    attend(
+        queries.numpy(),
+        np.float32(0.3),
+        np.array([layers[number].addresses for number, _, _ in sections]),
+        np.array([layers[number].starts for number, _, _ in sections]),
+        np.array([0, 2, 3, 5]),
+        positions.numpy(),
+        bits_of(pages),
+        kind_of(dtype),
+        places.numpy(),
+        table[rows].numpy(),
+        window,
+        attended.numpy(),
+        shares.numpy(),
+    )
+    by_head = queries.transpose(0, 1)
+    wanted, mass = attend_documents(
+        by_head, [(layers[0], 0, 3), (layers[1], 3, 5)], positions, scale=0.3
+    )
+    torch.testing.assert_close(
+        attended, wanted.transpose(0, 1), atol=1e-5, rtol=0
+    )
+    for token, (row, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
+        first = max(0, position - window + 1) if window > 0 else 0
+        for head in range(HEADS):
+            keys = pages[blocks[row], head][:, places].transpose(1, 2).flatten(0, 1).float()
+            scores = by_head[head, token] @ keys[first : position + 1].T * 0.3
+            share = torch.sigmoid(mass[head, token] - scores.logsumexp(-1))
+            torch.testing.assert_close(shares[token, head], share, atol=2e-5, rtol=0)
