@@ -8,18 +8,18 @@ from kvcat.serving.document_attention import DocumentLayer, attend_documents
 pytest.importorskip("numba", reason="comes with vLLM (make test-vllm)")
 import numpy as np
 
-from kvcat.serving.cpu_kernel import attend, bits_of, kind_of, set_threads
+from kvcat.serving.cpu_kernel import attend, bits_of, kind_of
 
 DIM, GROUP, HEADS, CELLS = 16, 3, 2, 4
 PAST = [0, 5, 9]  # tokens of each text before its new ones
 NEW = [3, 1, 1]
 
 
-@pytest.mark.parametrize("window", [-1, 4])
+@pytest.mark.parametrize(("window", "threads"), [(-1, 1), (4, 3)])
 @pytest.mark.parametrize("is_regular", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
-    dtype, is_regular, window
+    dtype, is_regular, window, threads, monkeypatch
 ):
     generator = torch.Generator().manual_seed(0)
 
@@ -49,7 +49,7 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
         places = torch.randperm(2 * CELLS * DIM, generator=generator)[: DIM * CELLS].view(DIM, CELLS)
     queries = draw(len(rows), HEADS, GROUP, DIM)
     attended, shares = torch.empty_like(queries), torch.empty(queries.shape[:3])
-    set_threads()
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     attend(
         queries.numpy(),
         np.float32(0.3),

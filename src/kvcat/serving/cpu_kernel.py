@@ -10,7 +10,10 @@ Numbers are read as bits and become float32, because Numba knows neither bfloat1
 # pyright: reportMissingImports=false
 # ruff: noqa: ANN001, ANN202 (Numba finds the types, and shapes stand in ``attend``)
 
-from typing import no_type_check
+import functools
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any, no_type_check
 
 import numba
 import numpy as np
@@ -41,10 +44,27 @@ def bits_of(tensor: Tensor) -> np.ndarray:
     return tensor.detach().view(torch.int32 if tensor.itemsize == 4 else torch.int16).numpy()
 
 
-def set_threads() -> None:
-    """As many threads as torch has, and none of OpenMP's, whose number is the engine's."""
-    numba.config.THREADING_LAYER = "workqueue"
-    numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+@functools.cache
+def _pool(num_threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(num_threads)
+
+
+def attend(*arguments: Any) -> None:
+    """``_attend`` with as many threads as torch has.
+
+    Numba's own ones would be OpenMP's, and change the number of the engine's.
+    """
+    queries, _, slots = arguments[:3]
+    num_tasks = len(slots) * queries.shape[1]
+    num_threads = min(torch.get_num_threads(), num_tasks)
+    if num_threads == 1:
+        _attend(0, num_tasks, *arguments)
+        return
+    ends = [num_tasks * thread // num_threads for thread in range(num_threads + 1)]
+    pool = _pool(num_threads)
+    parts = [pool.submit(_attend, first, last, *arguments) for first, last in pairwise(ends)]
+    for part in parts:
+        part.result()
 
 
 @no_type_check
@@ -227,17 +247,18 @@ def _mass_of_pages(
         masses[member] = peaks[member] + np.log(sums[member])
 
 
-@numba.njit(parallel=True, error_model="numpy", **_OPTIONS)
+@numba.njit(nogil=True, error_model="numpy", **_OPTIONS)
 @no_type_check
-def attend(
-    queries, scale, slots, starts, tokens, positions, pages, kind, places, tables, window,
+def _attend(
+    first_task, last_task, queries, scale, slots, starts, tokens, positions, pages, kind, places, tables, window,
     attended, shares,
 ):  # fmt: skip
     """Attention of tokens to their documents, and the share of it next to that to their pages.
 
-    A section is some tokens of one document.
+    A section is some tokens of one document; a task is one KV head of a section.
 
     Args:
+        first_task, last_task: those to do; the last one is not among them.
         queries: (tokens, kv_heads, group, head_dim), float32.
         scale: factor on q.k, float32.
         slots: (sections, 4), the ``addresses`` of the sections' ``DocumentLayer``.
@@ -254,7 +275,7 @@ def attend(
     """
     num_heads, group, head_dim = queries.shape[1:]
     is_plain = (places.ravel() == places[0, 0] + np.arange(places.size)).all()
-    for task in numba.prange(len(slots) * num_heads):
+    for task in range(first_task, last_task):
         section = task // num_heads
         head = task % num_heads
         first = tokens[section]

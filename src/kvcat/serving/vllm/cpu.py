@@ -14,7 +14,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvcat.serving.cpu_kernel import attend, bits_of, kind_of, set_threads
+from kvcat.serving.cpu_kernel import attend, bits_of, kind_of
 from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER
 from kvcat.types import Int, Tensor
@@ -175,7 +175,6 @@ def _make_plan(layer_name: str, metadata: Any) -> _Plan | None:
         digests += [document.digest] * len(of_document)
         starts += of_document
     row_of_token = [row.number for row in rows.rows for _ in range(row.start, row.stop)]
-    set_threads()
     return _Plan(
         rows.tokens,
         rows.positions.numpy(),
