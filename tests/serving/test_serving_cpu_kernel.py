@@ -8,7 +8,7 @@ from kvcat.serving.document_attention import DocumentLayer, attend_documents
 pytest.importorskip("numba", reason="comes with vLLM (make test-vllm)")
 import numpy as np
 
-from kvcat.serving.cpu_kernel import attend, bits_of, kind_of
+from kvcat.serving.cpu_kernel import attend, key_places, kind_of
 
 DIM, GROUP, HEADS, CELLS = 16, 3, 2, 4
 PAST = [0, 5, 9]  # tokens of each text before its new ones
@@ -47,35 +47,35 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
     places = torch.arange(DIM * CELLS).view(DIM, CELLS) + 7
     if not is_regular:
         places = torch.randperm(2 * CELLS * DIM, generator=generator)[: DIM * CELLS].view(DIM, CELLS)
-    queries = draw(len(rows), HEADS, GROUP, DIM)
-    attended, shares = torch.empty_like(queries), torch.empty(queries.shape[:3])
+    batch = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
+    # of a batch with other tokens, whose queries are a part of a larger tensor
+    queries = draw(len(rows) + 2, HEADS + 1, GROUP, DIM).to(dtype)[:, 1:]
+    output = draw(len(rows) + 2, HEADS, GROUP, DIM).to(dtype)
+    before = output.clone()
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    size = dtype.itemsize
     attend(
-        queries.numpy(),
-        np.float32(0.3),
+        queries.data_ptr(), queries.stride(0) * size,
+        output.data_ptr(), output.stride(0) * size,
+        pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
+        kind_of(dtype), GROUP, np.float32(0.3), window, key_places(places.numpy()), batch.numpy(),
+        positions.numpy(), table[rows].numpy(), np.array([0, 2, 3, 5]),
         np.array([layers[number].addresses for number, _, _ in sections]),
         np.array([layers[number].starts for number, _, _ in sections]),
-        np.array([0, 2, 3, 5]),
-        positions.numpy(),
-        bits_of(pages),
-        kind_of(dtype),
-        places.numpy(),
-        table[rows].numpy(),
-        window,
-        attended.numpy(),
-        shares.numpy(),
-    )
-    by_head = queries.transpose(0, 1)
-    wanted, mass = attend_documents(
+    )  # fmt: skip
+    by_head = queries[batch].float().transpose(0, 1)
+    attended, mass = attend_documents(
         by_head, [(layers[0], 0, 3), (layers[1], 3, 5)], positions, scale=0.3
     )
-    torch.testing.assert_close(
-        attended, wanted.transpose(0, 1), atol=1e-5, rtol=0
-    )
+    wanted = before.clone()
     for token, (row, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
         first = max(0, position - window + 1) if window > 0 else 0
         for head in range(HEADS):
             keys = pages[blocks[row], head][:, places].transpose(1, 2).flatten(0, 1).float()
             scores = by_head[head, token] @ keys[first : position + 1].T * 0.3
             share = torch.sigmoid(mass[head, token] - scores.logsumexp(-1))
-            torch.testing.assert_close(shares[token, head], share, atol=2e-5, rtol=0)
+            of_pages = before[batch[token], head].float()
+            both = torch.lerp(of_pages, attended[head, token], share[:, None])
+            wanted[batch[token], head] = both.to(dtype)
+    # rounded equally, but for ties
+    torch.testing.assert_close(output, wanted, atol=2e-5, rtol=torch.finfo(dtype).eps)

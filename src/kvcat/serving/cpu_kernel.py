@@ -21,8 +21,6 @@ import torch
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from kvcat.types import Tensor
-
 _BLOCK = 64  # slots that are read at once
 _UNROLL = 4  # terms of a sum for each time that it is read and written
 # with these, sums may be computed in any order; infinities stay what they are
@@ -39,9 +37,13 @@ def kind_of(dtype: torch.dtype) -> int:
     return _KINDS[dtype]
 
 
-def bits_of(tensor: Tensor) -> np.ndarray:
-    """The bits of a tensor on a CPU, which shares its memory: int32 for float32, otherwise int16."""
-    return tensor.detach().view(torch.int32 if tensor.itemsize == 4 else torch.int16).numpy()
+def key_places(places: np.ndarray) -> np.ndarray:
+    """Places of keys in a page, (head_dim, cells), as ``_attend`` reads them.
+
+    They are negative, -1 - place, if not all keys are successive.
+    """
+    is_plain = np.array_equal(places.ravel(), places[0, 0] + np.arange(places.size))
+    return places if is_plain else -1 - places
 
 
 @functools.cache
@@ -50,12 +52,12 @@ def _pool(num_threads: int) -> ThreadPoolExecutor:
 
 
 def attend(*arguments: Any) -> None:
-    """``_attend`` with as many threads as torch has.
+    """``_attend`` without its first two arguments, with as many threads as torch has.
 
-    Numba's own ones would be OpenMP's, and change the number of the engine's.
+    Numba's own threads would be OpenMP's, and change the number of the engine's.
     """
-    queries, _, slots = arguments[:3]
-    num_tasks = len(slots) * queries.shape[1]
+    starts = arguments[-1]
+    num_tasks = len(starts) * (starts.shape[1] - 1)
     num_threads = min(torch.get_num_threads(), num_tasks)
     if num_threads == 1:
         _attend(0, num_tasks, *arguments)
@@ -80,32 +82,53 @@ def _pointer(typing_context, address):  # noqa: ARG001
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _widen(source, kind, numbers):
-    """Bits of any kind to float32."""
+def _itemsize(kind):
+    return 4 if kind == _FLOAT32 else 2
+
+
+@numba.njit(**_OPTIONS)
+@no_type_check
+def _read(address, kind, numbers):
+    """Successive numbers of any kind in memory as float32."""
     bits = numbers.view(np.int32)
-    count = len(source)
+    count = len(numbers)
     if kind == _FLOAT32:
+        wide = numba.carray(_pointer(address), (count,), np.int32)
         for i in range(count):
-            bits[i] = source[i]
-    elif kind == _BFLOAT16:
+            bits[i] = wide[i]
+        return
+    half = numba.carray(_pointer(address), (count,), np.int16)
+    if kind == _BFLOAT16:
         for i in range(count):
-            bits[i] = np.int32(source[i]) << 16
+            bits[i] = np.int32(half[i]) << 16
     else:
         for i in range(count):
-            bits[i] = ((source[i] & 0x7FFF) << 13) | ((source[i] & 0x8000) << 16)
+            bits[i] = ((half[i] & 0x7FFF) << 13) | ((half[i] & 0x8000) << 16)
         for i in range(count):
             numbers[i] *= _HALF_UNIT
 
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _read(address, count, kind, rows):
-    """The first rows of a tensor in memory as float32."""
-    flat = rows.reshape(-1)[: count * rows.shape[1]]
+def _write(numbers, address, kind):
+    """The opposite of ``_read``, rounded to even; ``numbers`` may change."""
+    bits = numbers.view(np.int32)
+    count = len(numbers)
     if kind == _FLOAT32:
-        _widen(numba.carray(_pointer(address), flat.shape, np.int32), kind, flat)
+        wide = numba.carray(_pointer(address), (count,), np.int32)
+        for i in range(count):
+            wide[i] = bits[i]
+        return
+    half = numba.carray(_pointer(address), (count,), np.int16)
+    if kind == _BFLOAT16:
+        for i in range(count):
+            half[i] = (bits[i] + 0x7FFF + ((bits[i] >> 16) & 1)) >> 16
     else:
-        _widen(numba.carray(_pointer(address), flat.shape, np.int16), kind, flat)
+        for i in range(count):
+            numbers[i] /= _HALF_UNIT
+        for i in range(count):
+            size = bits[i] & 0x7FFFFFFF
+            half[i] = ((size + 0xFFF + ((size >> 13) & 1)) >> 13) | ((bits[i] >> 16) & 0x8000)
 
 
 @numba.njit(**_OPTIONS)
@@ -150,14 +173,14 @@ def _attend_slots(queries, scale, slots, kind, start, stop, positions, attended,
     queries, attended: (tokens, group, head_dim)
     """
     num_tokens, group, head_dim = queries.shape
-    num_bytes = head_dim * (4 if kind == _FLOAT32 else 2)
+    num_bytes = head_dim * _itemsize(kind)
     keys = np.empty((_BLOCK, head_dim), np.float32)
     values = np.zeros((_BLOCK, head_dim), np.float32)
     scores = np.empty(_BLOCK + _UNROLL, np.float32)
     for first in range(start, stop, _BLOCK):
         count = min(_BLOCK, stop - first)
-        _read(slots[0] + first * num_bytes, count, kind, keys)
-        _read(slots[1] + first * num_bytes, count, kind, values)
+        _read(slots[0] + first * num_bytes, kind, keys[:count].reshape(-1))
+        _read(slots[1] + first * num_bytes, kind, values[:count].reshape(-1))
         bias = numba.carray(_pointer(slots[2] + 4 * first), (count,), np.float32)
         until = numba.carray(_pointer(slots[3] + 8 * first), (count,), np.int64)
         for token in range(num_tokens):
@@ -200,17 +223,15 @@ def _attend_slots(queries, scale, slots, kind, start, stop, positions, attended,
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _mass_of_pages(
-    queries, scale, position, pages, kind, places, is_plain, table, head, window, masses
-):  # fmt: skip
-    """The log-sum-exp of a token's scores over its pages.
+def _mass_of_pages(queries, scale, position, pages, block_step, kind, places, table, window, masses):
+    """The log-sum-exp of a token's scores over the pages of one KV head.
 
-    queries: (group, head_dim), of one KV head
-    is_plain: places are successive
+    queries: (group, head_dim)
     """
     group, head_dim = queries.shape
     num_cells = places.shape[1]
     keys = np.empty((head_dim, num_cells), np.float32)
+    flat_keys = keys.reshape(-1)
     scores = np.empty(num_cells, np.float32)
     peaks = np.full(group, -np.inf, np.float32)
     sums = np.zeros(group, np.float32)
@@ -218,12 +239,15 @@ def _mass_of_pages(
     for page in range(first_seen // num_cells, position // num_cells + 1):
         low = max(0, first_seen - page * num_cells)
         high = min(num_cells, position + 1 - page * num_cells)
-        cells = pages[table[page], head]
-        if is_plain:
-            _widen(cells[places[0, 0] : places[0, 0] + keys.size], kind, keys.reshape(-1))
+        block = pages + table[page] * block_step
+        if places[0, 0] >= 0:
+            _read(block + places[0, 0] * _itemsize(kind), kind, flat_keys)
         else:
             for d in range(head_dim):
-                _widen(cells[places[d]], kind, keys[d])
+                for cell in range(high):
+                    at = d * num_cells + cell
+                    place = -1 - places[d, cell]
+                    _read(block + place * _itemsize(kind), kind, flat_keys[at : at + 1])
         for member in range(group):
             query = queries[member]
             scores[:] = 0
@@ -250,56 +274,66 @@ def _mass_of_pages(
 @numba.njit(nogil=True, error_model="numpy", **_OPTIONS)
 @no_type_check
 def _attend(
-    first_task, last_task, queries, scale, slots, starts, tokens, positions, pages, kind, places, tables, window,
-    attended, shares,
+    first_task, last_task, query, query_step, output, output_step, pages, block_step, head_step,
+    kind, group, scale, window, places, batch_tokens, positions, tables, sections, slots, starts,
 ):  # fmt: skip
-    """Attention of tokens to their documents, and the share of it next to that to their pages.
+    """Merge the attention of tokens to their documents into that to their pages.
 
-    A section is some tokens of one document; a task is one KV head of a section.
+    A section is some tokens of one document; a task is one KV head of a section. Steps are bytes.
 
     Args:
         first_task, last_task: those to do; the last one is not among them.
-        queries: (tokens, kv_heads, group, head_dim), float32.
+        query, query_step: address of the first token's queries, (heads, head_dim), and from a token
+            to the next one.
+        output, output_step: the same of the attention to the pages, which is replaced.
+        pages, block_step, head_step: address of the first page, and the steps from a block, and
+            from a KV head, to the next one.
+        kind: of all these numbers, and of those of documents.
+        group: query heads of a KV head.
         scale: factor on q.k, float32.
+        window: of the layer; below 1: none.
+        places: (head_dim, cells), what ``key_places`` made.
+        batch_tokens: (tokens), numbers of the tokens in the batch, section after section.
+        positions: (tokens), in their texts.
+        tables: (tokens, pages), the blocks of each token's text.
+        sections: (sections + 1), the first of their tokens, and the end of the last one.
         slots: (sections, 4), the ``addresses`` of the sections' ``DocumentLayer``.
         starts: (sections, kv_heads + 1), its ``starts``.
-        tokens: (sections + 1), the first token of every section, and the end of the last one.
-        positions: (tokens), in their texts.
-        pages: (blocks, kv_heads, size of a page), the bits of keys and values.
-        kind: of the numbers in documents and pages.
-        places: (head_dim, cells), of the keys in a page.
-        tables: (tokens, pages), the blocks of each token's text.
-        window: of the layer; below 1: none.
-        attended: result, as the queries.
-        shares: result, (tokens, kv_heads, group): e^l_document / (e^l_document + e^l_pages).
     """
-    num_heads, group, head_dim = queries.shape[1:]
-    is_plain = (places.ravel() == places[0, 0] + np.arange(places.size)).all()
+    num_heads = starts.shape[1] - 1
+    head_dim = places.shape[0]
+    num_bytes = group * head_dim * _itemsize(kind)
+    of_pages = np.empty((group, head_dim), np.float32)
+    page_masses = np.empty(group, np.float32)
     for task in range(first_task, last_task):
         section = task // num_heads
         head = task % num_heads
-        first = tokens[section]
-        last = tokens[section + 1]
-        peaks = np.full((last - first, group), -np.inf, np.float32)
-        masses = np.zeros((last - first, group), np.float32)
-        of_pages = np.empty(group, np.float32)
-        # contiguous, so that the loops become vector instructions
-        of_head = queries[first:last, head].copy()
-        outputs = np.zeros_like(of_head)
+        first = sections[section]
+        count = sections[section + 1] - first
+        queries = np.empty((count, group, head_dim), np.float32)
+        for token in range(count):
+            address = query + batch_tokens[first + token] * query_step + head * num_bytes
+            _read(address, kind, queries[token].reshape(-1))
+        attended = np.zeros((count, group, head_dim), np.float32)
+        peaks = np.full((count, group), -np.inf, np.float32)
+        masses = np.zeros((count, group), np.float32)
         _attend_slots(
-            of_head, scale, slots[section], kind, starts[section, head],
-            starts[section, head + 1], positions[first:last], outputs, peaks, masses,
+            queries, scale, slots[section], kind, starts[section, head], starts[section, head + 1],
+            positions[first : first + count], attended, peaks, masses,
         )  # fmt: skip
-        for token in range(last - first):
+        for token in range(count):
             _mass_of_pages(
-                of_head[token], scale, positions[first + token], pages, kind, places,
-                is_plain, tables[first + token], head, window, of_pages,
+                queries[token], scale, positions[first + token], pages + head * head_step,
+                block_step, kind, places, tables[first + token], window, page_masses,
             )  # fmt: skip
+            address = output + batch_tokens[first + token] * output_step + head * num_bytes
+            _read(address, kind, of_pages.reshape(-1))
             for member in range(group):
                 mass = masses[token, member]
-                log_mass = peaks[token, member] + np.log(mass)
-                shares[first + token, head, member] = 1 / (1 + np.exp(of_pages[member] - log_mass))
-                if mass == 0:  # the token sees no slot
-                    mass = np.float32(1)
-                for d in range(head_dim):
-                    attended[first + token, head, member, d] = outputs[token, member, d] / mass
+                if mass > 0:  # otherwise the token sees no slot
+                    log_mass = peaks[token, member] + np.log(mass)
+                    share = 1 / (1 + np.exp(page_masses[member] - log_mass))
+                    for d in range(head_dim):
+                        of_document = attended[token, member, d] / mass
+                        of_pages[member, d] += share * (of_document - of_pages[member, d])
+            _write(of_pages.reshape(-1), address, kind)

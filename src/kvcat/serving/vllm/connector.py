@@ -7,6 +7,7 @@ A request that does not fit waits for a load that fails, which is how vLLM ends 
 
 # pyright: reportMissingImports=false
 
+import functools
 import math
 from dataclasses import dataclass, field
 from typing import Any
@@ -386,6 +387,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     save_kv_layer = wait_for_save = _nothing  # type: ignore[assignment]
 
 
+@functools.cache
 def layer_number(name: str) -> int:
     """The number of a layer in its model."""
     return extract_layer_index(name)

@@ -14,10 +14,10 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvcat.serving.cpu_kernel import attend, bits_of, kind_of
+from kvcat.serving.cpu_kernel import attend, key_places, kind_of
 from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER
-from kvcat.types import Int, Tensor
+from kvcat.types import Tensor
 
 _SECTION = 16  # tokens of a document that one thread attends with
 
@@ -31,14 +31,14 @@ class _Plan:
         positions: of these tokens in their texts.
         tables: the blocks of each token's text.
         digests: of the document of every section of tokens.
-        starts: the first token of every section, and the end of the last one.
+        sections: the first token of every section, and the end of the last one.
     """
 
-    tokens: Int[Tensor, " tokens"]
+    tokens: np.ndarray
     positions: np.ndarray
     tables: np.ndarray
     digests: list[str]
-    starts: np.ndarray
+    sections: np.ndarray
 
 
 class DocumentsImpl(CPUAttentionBackendImpl):
@@ -81,28 +81,27 @@ class DocumentsImpl(CPUAttentionBackendImpl):
         """Merge the attention over documents into the output of their rows."""
         number = layer_number(layer.layer_name)
         documents = [WORKER.layers[digest][number] for digest in plan.digests]
-        queries = query.index_select(0, plan.tokens).float()
-        queries = queries.view(-1, self.num_kv_heads, self.num_queries_per_kv, self.head_size)
-        attended = torch.empty_like(queries)
-        shares = queries.new_empty(queries.shape[:3])
+        num_bytes = kv_cache.itemsize
         attend(
-            queries.numpy(),
+            query.data_ptr(),
+            query.stride(0) * num_bytes,
+            output.data_ptr(),
+            output.stride(0) * num_bytes,
+            kv_cache.data_ptr(),
+            kv_cache.stride(0) * num_bytes,
+            kv_cache.stride(1) * num_bytes,
+            kind_of(kv_cache.dtype),
+            self.num_queries_per_kv,
             np.float32(self.scale),
+            self.sliding_window,
+            _key_places(self, layer, kv_cache),
+            plan.tokens,
+            plan.positions,
+            plan.tables,
+            plan.sections,
             np.array([document.addresses for document in documents]),
             np.array([document.starts for document in documents]),
-            plan.starts,
-            plan.positions,
-            bits_of(kv_cache).reshape(*kv_cache.shape[:2], -1),
-            kind_of(kv_cache.dtype),
-            _key_places(self, layer, kv_cache),
-            plan.tables,
-            self.sliding_window,
-            attended.numpy(),
-            shares.numpy(),
         )
-        pages = output.index_select(0, plan.tokens)
-        both = torch.lerp(pages.view(queries.shape).float(), attended, shares.unsqueeze(-1))
-        output.index_copy_(0, plan.tokens, both.to(output.dtype).view(pages.shape))
 
 
 class DocumentsBackend(CPUAttentionBackend):
@@ -143,7 +142,7 @@ def _key_places(impl: CPUAttentionBackendImpl, layer: Any, kv_cache: Tensor) -> 
         is_key = pages[0, 0].flatten() > 0
         places = torch.empty(cells * head_dim, dtype=torch.long)
         places[number_of_cell[is_key]] = is_key.nonzero().flatten()
-        _PLACES[form] = places.view(cells, head_dim).T.contiguous().numpy()
+        _PLACES[form] = key_places(places.view(cells, head_dim).T.contiguous().numpy())
     return _PLACES[form]
 
 
@@ -169,16 +168,16 @@ def _make_plan(layer_name: str, metadata: Any) -> _Plan | None:
     if rows is None:
         return None
     digests = []
-    starts = []
+    sections = []
     for document in rows.documents:
         of_document = range(document.start, document.stop, _SECTION)
         digests += [document.digest] * len(of_document)
-        starts += of_document
+        sections += of_document
     row_of_token = [row.number for row in rows.rows for _ in range(row.start, row.stop)]
     return _Plan(
-        rows.tokens,
+        rows.tokens.numpy(),
         rows.positions.numpy(),
         blocks[row_of_token].numpy(),
         digests,
-        np.array([*starts, len(row_of_token)]),
+        np.array([*sections, len(row_of_token)]),
     )
