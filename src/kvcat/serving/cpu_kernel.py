@@ -8,7 +8,7 @@ Numbers are read as bits and become float32, because Numba knows neither bfloat1
 """
 
 # pyright: reportMissingImports=false
-# ruff: noqa: ANN001, ANN202 (Numba finds the types, and shapes stand in ``attend``)
+# ruff: noqa: PLR0913 (compiled functions have no objects)
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
@@ -64,9 +64,9 @@ def attend(*arguments: Any) -> None:
         return
     ends = [num_tasks * thread // num_threads for thread in range(num_threads + 1)]
     pool = _pool(num_threads)
-    parts = [pool.submit(_attend, first, last, *arguments) for first, last in pairwise(ends)]
-    for part in parts:
-        part.result()
+    calls = [pool.submit(_attend, first, last, *arguments) for first, last in pairwise(ends)]
+    for call in calls:
+        call.result()
 
 
 @no_type_check
@@ -134,8 +134,10 @@ def _write(numbers, address, kind):
 @numba.njit(**_OPTIONS)
 @no_type_check
 def _weigh(scores, peak, mass):
-    """Scores to e^(score - new peak): the peak, the sum of all weights so far, and the factor on
-    the earlier ones."""
+    """Scores become weights, e^(score - new peak).
+
+    Returns the peak, the sum of all weights so far, and the factor on the earlier ones.
+    """
     new_peak = peak
     for j in range(len(scores)):
         new_peak = max(new_peak, scores[j])
@@ -167,6 +169,45 @@ def _weigh(scores, peak, mass):
 
 @numba.njit(**_OPTIONS)
 @no_type_check
+def _score(query, scale, keys, bias, until, position, scores):
+    """Scores of a query; ``bias`` and ``until`` are addresses of as many numbers, or 0."""
+    count = len(scores)
+    for j in range(count):
+        score = np.float32(0)
+        for d in range(len(query)):
+            score += query[d] * keys[j, d]
+        scores[j] = score * scale
+    if bias:
+        nats = numba.carray(_pointer(bias), (count,), np.float32)
+        for j in range(count):
+            scores[j] += nats[j]
+    if until:
+        ends = numba.carray(_pointer(until), (count,), np.int64)
+        for j in range(count):
+            if position >= ends[j]:
+                scores[j] = -np.inf
+
+
+@numba.njit(**_OPTIONS)
+@no_type_check
+def _add_values(weights, values, output):
+    """Add weighted values; ``len(weights)`` is a multiple of ``_UNROLL``."""
+    for j in range(0, len(weights), _UNROLL):
+        weight_0 = weights[j]
+        weight_1 = weights[j + 1]
+        weight_2 = weights[j + 2]
+        weight_3 = weights[j + 3]
+        for d in range(len(output)):
+            output[d] += (
+                weight_0 * values[j, d]
+                + weight_1 * values[j + 1, d]
+                + weight_2 * values[j + 2, d]
+                + weight_3 * values[j + 3, d]
+            )
+
+
+@numba.njit(**_OPTIONS)
+@no_type_check
 def _attend_slots(queries, scale, slots, kind, start, stop, positions, attended, peaks, masses):
     """Attention of tokens to the slots of one head, not yet divided by the masses.
 
@@ -176,54 +217,33 @@ def _attend_slots(queries, scale, slots, kind, start, stop, positions, attended,
     num_bytes = head_dim * _itemsize(kind)
     keys = np.empty((_BLOCK, head_dim), np.float32)
     values = np.zeros((_BLOCK, head_dim), np.float32)
-    scores = np.empty(_BLOCK + _UNROLL, np.float32)
+    weights = np.empty(_BLOCK, np.float32)
     for first in range(start, stop, _BLOCK):
         count = min(_BLOCK, stop - first)
         _read(slots[0] + first * num_bytes, kind, keys[:count].reshape(-1))
         _read(slots[1] + first * num_bytes, kind, values[:count].reshape(-1))
-        bias = numba.carray(_pointer(slots[2] + 4 * first), (count,), np.float32)
-        until = numba.carray(_pointer(slots[3] + 8 * first), (count,), np.int64)
+        bias = slots[2] + 4 * first if slots[2] else 0
+        until = slots[3] + 8 * first if slots[3] else 0
+        weights[count:] = 0
+        num_weights = -(-count // _UNROLL) * _UNROLL
         for token in range(num_tokens):
             for member in range(group):
-                query = queries[token, member]
-                output = attended[token, member]
-                for j in range(count):
-                    score = np.float32(0)
-                    for d in range(head_dim):
-                        score += query[d] * keys[j, d]
-                    scores[j] = score * scale
-                if slots[2]:
-                    for j in range(count):
-                        scores[j] += bias[j]
-                if slots[3]:
-                    for j in range(count):
-                        if positions[token] >= until[j]:
-                            scores[j] = -np.inf
-                peak, mass, factor = _weigh(
-                    scores[:count], peaks[token, member], masses[token, member]
-                )
+                scores = weights[:count]
+                _score(queries[token, member], scale, keys, bias, until, positions[token], scores)
+                peak, mass, factor = _weigh(scores, peaks[token, member], masses[token, member])
                 peaks[token, member] = peak
                 masses[token, member] = mass
+                output = attended[token, member]
                 for d in range(head_dim):
                     output[d] *= factor
-                scores[count : count + _UNROLL] = 0
-                for j in range(0, count, _UNROLL):
-                    weight_0 = scores[j]
-                    weight_1 = scores[j + 1]
-                    weight_2 = scores[j + 2]
-                    weight_3 = scores[j + 3]
-                    for d in range(head_dim):
-                        output[d] += (
-                            weight_0 * values[j, d]
-                            + weight_1 * values[j + 1, d]
-                            + weight_2 * values[j + 2, d]
-                            + weight_3 * values[j + 3, d]
-                        )
+                _add_values(weights[:num_weights], values, output)
 
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _mass_of_pages(queries, scale, position, pages, block_step, kind, places, table, window, masses):
+def _mass_of_pages(
+    queries, scale, position, pages, block_step, kind, places, table, window, masses
+):  # fmt: skip
     """The log-sum-exp of a token's scores over the pages of one KV head.
 
     queries: (group, head_dim)
