@@ -60,7 +60,7 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
         output.data_ptr(), output.stride(0) * size,
         pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
         kind_of(dtype), GROUP, np.float32(0.3), window, key_places(places.numpy()), batch.numpy(),
-        positions.numpy(), table[rows].numpy(), np.array([0, 2, 3, 5]),
+        positions.numpy(), table[rows].int().numpy(), np.array([0, 2, 3, 5]),
         np.array([layers[number].addresses for number, _, _ in sections]),
         np.array([layers[number].starts for number, _, _ in sections]),
     )  # fmt: skip

@@ -25,6 +25,12 @@ _BLOCK = 64  # slots that are read at once
 _UNROLL = 4  # terms of a sum for each time that it is read and written
 # with these, sums may be computed in any order; infinities stay what they are
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "cache": True}
+# of ``_attend``: it is compiled when this module is imported, not for the first request
+_TYPES = (
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float32, "
+    "int64, int64[:, ::1], int64[::1], int64[::1], int32[:, ::1], int64[::1], int64[:, ::1], "
+    "int64[:, ::1])"
+)
 _FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
 _KINDS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
 _HALF_UNIT = np.float32(2.0**112)  # from the bits of a float16, moved to a float32's, to its number
@@ -291,7 +297,7 @@ def _mass_of_pages(
         masses[member] = peaks[member] + np.log(sums[member])
 
 
-@numba.njit(nogil=True, error_model="numpy", **_OPTIONS)
+@numba.njit(_TYPES, nogil=True, error_model="numpy", **_OPTIONS)
 @no_type_check
 def _attend(
     first_task, last_task, query, query_step, output, output_step, pages, block_step, head_step,

@@ -14,7 +14,6 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
-from kvcat.serving.cpu_kernel import attend, key_places, kind_of
 from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER
 from kvcat.types import Tensor
@@ -47,6 +46,10 @@ class DocumentsImpl(CPUAttentionBackendImpl):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.reserved_bytes = reserved_bytes(get_current_vllm_config())
+        if self.reserved_bytes:  # other servers need no compiled functions
+            from kvcat.serving import cpu_kernel
+
+            self.kernel = cpu_kernel
 
     def forward(
         self,
@@ -82,7 +85,7 @@ class DocumentsImpl(CPUAttentionBackendImpl):
         number = layer_number(layer.layer_name)
         documents = [WORKER.layers[digest][number] for digest in plan.digests]
         num_bytes = kv_cache.itemsize
-        attend(
+        self.kernel.attend(
             query.data_ptr(),
             query.stride(0) * num_bytes,
             output.data_ptr(),
@@ -90,7 +93,7 @@ class DocumentsImpl(CPUAttentionBackendImpl):
             kv_cache.data_ptr(),
             kv_cache.stride(0) * num_bytes,
             kv_cache.stride(1) * num_bytes,
-            kind_of(kv_cache.dtype),
+            self.kernel.kind_of(kv_cache.dtype),
             self.num_queries_per_kv,
             np.float32(self.scale),
             self.sliding_window,
@@ -113,7 +116,7 @@ class DocumentsBackend(CPUAttentionBackend):
         return DocumentsImpl
 
 
-def _key_places(impl: CPUAttentionBackendImpl, layer: Any, kv_cache: Tensor) -> np.ndarray:
+def _key_places(impl: DocumentsImpl, layer: Any, kv_cache: Tensor) -> np.ndarray:
     """Where a page of a head holds the channels of its keys, (head_dim, cells).
 
     The layout depends on the processor. Numbered keys are written into a page with the kernel that
@@ -142,7 +145,8 @@ def _key_places(impl: CPUAttentionBackendImpl, layer: Any, kv_cache: Tensor) -> 
         is_key = pages[0, 0].flatten() > 0
         places = torch.empty(cells * head_dim, dtype=torch.long)
         places[number_of_cell[is_key]] = is_key.nonzero().flatten()
-        _PLACES[form] = key_places(places.view(cells, head_dim).T.contiguous().numpy())
+        in_order = places.view(cells, head_dim).T.contiguous()
+        _PLACES[form] = impl.kernel.key_places(in_order.numpy())
     return _PLACES[form]
 
 
