@@ -16,12 +16,13 @@ has --new-tokens tokens.
 
 `vllm`: 1, 4, 16 and 64 requests at once over all documents, to servers of the stock checkpoint.
 "compact": the documents next to the pages. "cells": prompts with as many more tokens as the
-documents have slots on average, which are in the prefix cache: the same number of slots as ordinary
-cells, which mean nothing. "dense": the documents in the prompts and in the prefix cache. Two
-servers take turns: every number of requests is sent once, so that everything is in memory, and then
---rounds times, of which the best counts. The very first request shows what a document costs that is
-not in memory yet. Answers of "compact" are compared with those of transformers, token
-by token. `--device cuda` runs the same on a GPU, with bfloat16 (answers may differ by rounding).
+documents have slots on average (rounded to whole blocks), which are in the prefix cache: the same
+number of slots as ordinary cells, which mean nothing. "dense": the documents in the prompts and in
+the prefix cache. Two servers take turns: every number of requests is sent once, so that everything
+is in memory, and then --rounds times, of which the best counts. The very first request shows what a
+document costs that is not in memory yet. Answers of "compact" are compared with those of
+transformers, token by token. `--device cuda` runs the same on a GPU, with bfloat16 (answers may
+differ by rounding).
 
 `one`: one document and one question after the other in plain transformers, in `kvcat serve` and in
 llama.cpp, dense and compact. llama.cpp needs equally many slots in every head: "compact" has filled
@@ -55,6 +56,7 @@ from transformers import DynamicCache
 import kvcat
 from kvcat.compress.documents import chat_parts, document_trace
 from kvcat.errors import InputError, run_script
+from kvcat.evals.answers import greedy_answers
 from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
 from kvcat.generate.batches import BatchQuestion, answer_batch
 from kvcat.hub import local_folder
@@ -68,6 +70,7 @@ ABOUT = (
     "model", "documents", "tokens", "keep", "slots", "fullest", "slot_bytes", "cell_bytes",
     "layer_heads", "dense_tokens", "compact_file", "document_bytes", "equal", "device", "load",
 )  # fmt: skip
+BLOCK = 32  # cells of a page
 QUESTION = "What is the phone number of {}?"
 MODES = {
     "compact": "compact",
@@ -352,7 +355,7 @@ class Server:
         command += ["--port", self.port, "--served-model-name", "m", "--max-model-len", max_len]
         command += ["--dtype", "float32" if is_cpu else "bfloat16"]
         if is_cpu:
-            command += ["--enforce-eager", "--block-size", 32]
+            command += ["--enforce-eager", "--block-size", BLOCK]
         if documents:
             transfer = {
                 "kv_connector": "kvcat",
@@ -447,6 +450,8 @@ class Server:
 def vllm(options, named, model, documents, caches):
     """Figures of vLLM's servers."""
     slots = round(sum(cache.mean_slots for cache in caches.values()) / len(caches))
+    # whole blocks are kept in the prefix cache, so that all modes compute the question alone
+    num_cells = round(slots / BLOCK) * BLOCK
     names = list(documents)
     asked = []
     bodies = {mode: [] for mode in MODES}
@@ -456,7 +461,7 @@ def vllm(options, named, model, documents, caches):
         dense = dense_ids(documents[name])
         asked.append((name, ids, code))
         bodies["compact"].append({"prompt": ids, "kvcat": name})
-        bodies["cells"].append({"prompt": dense[:slots] + ids})
+        bodies["cells"].append({"prompt": dense[:num_cells] + ids})
         bodies["dense"].append({"prompt": dense + ids})
     for body in (body for of_mode in bodies.values() for body in of_mode):
         body["max_tokens"] = options.new_tokens
@@ -486,11 +491,15 @@ def vllm(options, named, model, documents, caches):
                 for i, (name, _, code) in enumerate(asked)
                 if i in different
             )
+    model.generation_config.eos_token_id = None  # answers of equally many tokens
     equal = 0
-    for i in different:
-        name, ids, _ = asked[i]
-        inputs = caches[name].inputs(model, torch.tensor([ids]))
-        equal += generated(model, inputs, options.new_tokens)[0] == answers["compact"][i]
+    for name in names:
+        of_document = [i for i in different if asked[i][0] == name]
+        questions = [asked[i][1] for i in of_document]
+        made = greedy_answers(model, caches[name], questions, options.new_tokens)
+        equal += sum(
+            answer == answers["compact"][i] for i, answer in zip(of_document, made, strict=True)
+        )
     figures["equal"] = equal
     return figures
 
@@ -598,6 +607,7 @@ def summary(engine, document, questions, answers, first_time, firsts, later, num
     }
 
 
+@torch.no_grad()
 def transformers_dense(options, model, document, questions, _):
     """The document read by the model, and its cache copied for every question."""
     ids = dense_ids(document)
