@@ -79,7 +79,7 @@ def fingerprint(model: nn.Module) -> str:
     with exclusive(model):  # others hold rotary factors and settings for a while
         stored, computed = _tensors_with_data(model)
         config = getattr(model, "config", None)
-        parts = [
+        texts = [
             type(model).__name__,
             str(getattr(config, "model_type", None)),
             json.dumps(_settings(config, type(model)), sort_keys=True),
@@ -87,7 +87,7 @@ def fingerprint(model: nn.Module) -> str:
             *_rotary_changes(model),
             _remembered(model, "buffers", computed),
         ]
-        return SCHEME + hashlib.sha256("".join(parts).encode()).hexdigest()
+        return SCHEME + hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
 def _tensors_with_data(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:

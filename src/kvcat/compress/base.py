@@ -217,6 +217,11 @@ class Compressor(ABC):
                 )
         return slots
 
+    def with_seed(self, seed: int) -> "Compressor":
+        """The same method with another seed, for a method that ``draws``."""
+        drawing: Any = self
+        return self if drawing.seed == seed else replace(drawing, seed=seed)
+
     def in_bits(self, bits: int | str) -> "Compressor":
         """The same method whose caches are quantised.
 

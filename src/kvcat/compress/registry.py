@@ -69,7 +69,7 @@ def seeded_compressors(
     compressor = make_compressor(name, **options)
     if "seed" in options or not compressor.draws:
         return [(None, compressor)]
-    return [(seed, make_compressor(name, **options, seed=seed)) for seed in seeds]
+    return [(seed, compressor.with_seed(seed)) for seed in seeds]
 
 
 def _plugin(name: str) -> type[Compressor] | type[Scorer]:

@@ -1,7 +1,8 @@
 """Eviction: a subset of the prefix's slots, unchanged. Every file of this folder is a scorer."""
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -71,6 +72,15 @@ class Eviction(Compressor):
     def draws(self) -> bool:
         """Whether the result depends on a seed."""
         return hasattr(self.scorer, "seed")
+
+    def with_seed(self, seed: int) -> "Eviction":
+        """The same scorer with another seed."""
+        scorer: Any = self.scorer
+        if scorer.seed == seed:
+            return self
+        seeded = copy.copy(self)
+        object.__setattr__(seeded, "scorer", replace(scorer, seed=seed))
+        return seeded
 
     def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
         """The scorer's options."""

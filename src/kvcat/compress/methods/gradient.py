@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -92,12 +92,28 @@ class GradientCompression(Compressor):
             raise InputError(f"lr must be larger than 0, not {self.lr}")
         if self.schedule not in ("constant", "cosine"):
             raise InputError(f"schedule must be 'constant' or 'cosine', not {self.schedule!r}")
-        _starting_method(self.init, self.seed)
+        self._start  # noqa: B018 its options are checked
+
+    @cached_property
+    def _start(self) -> Compressor | None:
+        """The method that makes the start; None: random positions, the same in every layer."""
+        name, options = parse_spec(self.init)
+        check_one_of("init", name, ("attention-matching", *SCORERS))
+        if name == "random":
+            if options:
+                option = next(iter(options))
+                raise InputError(
+                    f"init {name!r} has no option {option!r}: give it to the gradient method"
+                )
+            return None
+        make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
+        method = make(**options)
+        return method.with_seed(self.seed) if method.draws and "seed" not in options else method
 
     @property
     def draws(self) -> bool:
         """Whether the seed matters."""
-        start = _starting_method(self.init, self.seed)
+        start = self._start
         return start is None or (start.draws and "seed" not in parse_spec(self.init)[1])
 
     def __call__(
@@ -132,8 +148,7 @@ class GradientCompression(Compressor):
     @property
     def needs_all_queries(self) -> bool:  # type: ignore[override]
         """Whether the method that makes the start does."""
-        start = _starting_method(self.init, self.seed)
-        return start is not None and start.needs_all_queries
+        return self._start is not None and self._start.needs_all_queries
 
     def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The trained layers of several sizes, one training each."""
@@ -170,9 +185,8 @@ class GradientCompression(Compressor):
 
     def starting_layers(self, prefix: Prefix, num_slots: int) -> Sequence[Layer]:
         """Slots to start from, without the protected ones."""
-        method = _starting_method(self.init, self.seed)
-        if method is not None:
-            return next(method.fit(prefix, [num_slots]))
+        if self._start is not None:
+            return next(self._start.fit(prefix, [num_slots]))
         trace = prefix.trace
         layers = []
         scores_of_layers = _random_scores(trace, self.seed)
@@ -412,29 +426,6 @@ def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
                 del layer.forward
             else:
                 layer.forward = forward
-
-
-def _starting_method(init: str, seed: int) -> Compressor | None:
-    """The method that makes a start; None: random positions, the same in every layer.
-
-    Args:
-        init: name and options.
-        seed: seed for a randomised method that has no seed among its options.
-    """
-    name, options = parse_spec(init)
-    check_one_of("init", name, ("attention-matching", *SCORERS))
-    if name == "random":
-        if options:
-            option = next(iter(options))
-            raise InputError(
-                f"init {name!r} has no option {option!r}: give it to the gradient method"
-            )
-        return None
-    make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
-    method = make(**options)
-    if method.draws and "seed" not in options:
-        return make(**options, seed=seed)
-    return method
 
 
 def _random_scores(trace: Trace, seed: int) -> list[Tensor]:
