@@ -40,6 +40,7 @@ _TYPE_WORDS = {
 # JSON requires digits on both sides of the point
 _SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _PYTHON_WORDS = {"None": "null", "none": "null", "True": "true", "False": "false"}
+_BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
 _COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
 
@@ -193,6 +194,11 @@ def describe_type(hint: Any) -> str:
     if kind is dict:
         return f"a table, each entry {describe_type(arguments[1])}"
     return _TYPE_WORDS[kind]
+
+
+def budget_files(method: str) -> list[str]:
+    """The files of budgets in the text of a method, also in brackets."""
+    return [text for text in _BUDGETS.findall(method) if text not in ("equal", "adaptive")]
 
 
 def words_of(hint: Any) -> list[str]:

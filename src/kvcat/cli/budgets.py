@@ -39,14 +39,13 @@ def budgets(
         text_column: Column of a table that holds the texts.
         id_column: Column of a table that holds the ids of the documents.
     """
-    check_output(output, overwrite=overwrite, sources=[model])
     early.check_device(device)
     early.check_model(model)
 
     from kvcat.corpus import corpus_files, read_corpus
 
     files = list(corpus_files(corpus, text_column=text_column, id_column=id_column))
-    check_output(output, overwrite=overwrite, sources=[file.url for file in files])
+    check_output(output, overwrite=overwrite, sources=[model, *(file.url for file in files)])
     random.Random(seed).shuffle(files)
 
     from kvcat.compress.calibration import calibrate_on, excerpts

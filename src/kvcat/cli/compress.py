@@ -15,6 +15,7 @@ from kvcat.cli import early
 from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import read_text
+from kvcat.options import budget_files
 from kvcat.settings import DocumentSettings
 
 if TYPE_CHECKING:
@@ -60,14 +61,14 @@ def compress(
         if passage not in document:
             raise InputError(f"the text of {protect_text} is not in the document")
         settings = replace(settings, passages=(passage,))
-    check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
+    sources = [text, protect_text, model, *budget_files(settings.method)]
+    check_output(output, overwrite=overwrite, sources=sources)
     early.check_method(settings.method)
     early.check_device(device)
     early.check_model(model)
 
     import kvcat
     from kvcat.compress import protecting
-    from kvcat.compress.calibration import budget_files
     from kvcat.compress.document_cache import (
         compress_trace,
         document_compressor,
@@ -76,7 +77,6 @@ def compress(
     )
     from kvcat.models import load_tokenizer, read_config
 
-    check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
     compressor = document_compressor(settings)
     tokenizer = load_tokenizer(model)
     config = read_config(model)

@@ -196,10 +196,13 @@ class Compressor(ABC):
 
         Raises:
             InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``
-                or with a method that does not protect; or ``torch.autocast`` is on.
+                or with a method that does not protect; a trace without the predictions that the
+                method needs; or ``torch.autocast`` is on.
         """
         check_kind(Trace, "a Trace", trace=trace)
         check_no_autocast(trace.hidden.device)
+        if self.needs_predictions:
+            trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if trace.protected and not self.protects:
             raise InputError(f"{self.name} protects no slots: leave out protect")

@@ -7,7 +7,6 @@ need not be computed. Sizes are fractions of the text.
 import hashlib
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -30,14 +29,13 @@ from kvcat.compress.tracing import trace
 from kvcat.errors import InputError, whole
 from kvcat.files import read_json, write_json
 from kvcat.models import model_name
-from kvcat.options import typed_fields
+from kvcat.options import budget_files, typed_fields
 from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"
 GRID_STEP = 2**0.5
 CHARACTERS_PER_TOKEN = 8  # more than any text needs on average
-_BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
 _LEAST_ERROR = 1e-9  # relative to that of the smallest size
 
 
@@ -297,11 +295,6 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
         raise InputError(f"no file of budgets {path}")
     status = path.stat()
     return _load(path.resolve(), (status.st_mtime_ns, status.st_size, status.st_ino))
-
-
-def budget_files(method: str) -> list[str]:
-    """The files of budgets in the text of a method, also in brackets."""
-    return [text for text in _BUDGETS.findall(method) if text not in ("equal", "adaptive")]
 
 
 def budget_digests(method: str) -> str:

@@ -150,6 +150,11 @@ class GradientCompression(Compressor):
         """Whether the method that makes the start does."""
         return self._start is not None and self._start.needs_all_queries
 
+    def facts(self, prefix: Prefix) -> dict[str, object]:
+        """The options; the steps have the name that snapshots give them."""
+        options = super().facts(prefix)
+        return {"steps": options.pop("num_steps"), **options}
+
     def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The trained layers of several sizes, one training each."""
         for size in sizes:
@@ -208,8 +213,6 @@ class GradientCompression(Compressor):
         on_step: OnStep | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
         """The caches after the given numbers of steps; errors are raised before the first step."""
-        trace.check_supervises()
-        _check_suffix(trace)
         slots = self.slots_of(trace, keep_ratio, num_slots)
         if not is_between(trace, slots):
             (untrained,) = self.caches(trace, [slots])
@@ -225,8 +228,6 @@ class GradientCompression(Compressor):
         if state is not None and state.exists():
             training.restore(state)
         prefix = training.prefix
-        options = self.facts(prefix)
-        del options["num_steps"]
         for step in steps:
             while training.num_steps < step:
                 kl = training.step()
@@ -237,7 +238,8 @@ class GradientCompression(Compressor):
                 if on_step is not None:
                     on_step(num_taken, kl)
             layers = prefix.whole_layers(training.layers())
-            cache = compact_cache(prefix.trace, layers, self.name, {"steps": step, **options})
+            facts = {**self.facts(prefix), "steps": step}
+            cache = compact_cache(prefix.trace, layers, self.name, facts)
             yield step, cache if self.bits is None else cache.quantize(self.bits)
 
 
@@ -256,6 +258,7 @@ class SlotTraining:
         self.num_steps = 0
         self.prefix = prefix
         trace = prefix.trace
+        _check_suffix(trace)
         self.trace = trace
         start = prefix.whole_layers(start)
         self._method = method
@@ -269,7 +272,12 @@ class SlotTraining:
             trained = {"keys": padded.keys, "values": padded.values}
             if layer.log_bias is not None and padded.log_bias is not None:
                 trained["log_bias"] = padded.log_bias
-            self._trained.append({name: _trainable(slots) for name, slots in trained.items()})
+            self._trained.append(
+                {
+                    name: at_least_float32(slots).clone().requires_grad_(True)
+                    for name, slots in trained.items()
+                }
+            )
             self._fixed.append(padded.log_bias if layer.log_bias is None else None)
         self._parameters = [slots for trained in self._trained for slots in trained.values()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
@@ -389,11 +397,6 @@ def _check_suffix(trace: Trace) -> None:
             f"{type(trace.model).__name__}: gradient needs at least two tokens after the prefix "
             "where layers have a recurrent state"
         )
-
-
-def _trainable(slots: Tensor) -> Tensor:
-    """A copy in at least float32 that takes a gradient."""
-    return at_least_float32(slots).clone().requires_grad_(True)
 
 
 def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:
