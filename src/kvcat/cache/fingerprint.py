@@ -123,7 +123,8 @@ def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str
     """
     if any(tensor.is_inference() for tensor in tensors.values()):
         return _hash_of(tensors)  # tensors of inference mode have no version
-    state = _state_of(tensors)
+    versions = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
+    state = (*versions, _sample(tensors.values()))
     known = _known.setdefault(model, {})
     if group in known:
         known_state, known_hash = known[group]
@@ -139,12 +140,6 @@ def _hash_of(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         hash_tensor(digest, name, tensors[name])
     return digest.hexdigest()
-
-
-def _state_of(tensors: dict[str, Tensor]) -> _State:
-    """Addresses, versions and a sample of tensors, which show whether one of them has changed."""
-    versions = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
-    return (*versions, _sample(tensors.values()))
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:

@@ -135,24 +135,16 @@ def _heads_of_layers(cache: CompactCache) -> list[HeadGrid]:
     from it.
     """
     layers = [layer.heads() for layer in cache.ordinary_layers()]
-    whole = _positions_of_whole(cache)
-    if whole is None:
-        return layers
-    return [[[_with_positions(head, whole) for head in row] for row in layer] for layer in layers]
-
-
-def _with_positions(head: HeadSlots, positions: Int[Tensor, " slots"]) -> HeadSlots:
-    """The head with these positions, if it does not know its own."""
-    if head.positions is not None:
-        return head
-    return replace(head, positions=positions.to(head.keys.device))
-
-
-def _positions_of_whole(cache: CompactCache) -> Int[Tensor, " slots"] | None:
-    """The position of each slot of a head in a cache that has a slot for every token; else None."""
     if cache.mean_slots != cache.num_tokens:
-        return None
-    return slot_positions(cache.record.protected, cache.num_tokens)
+        return layers
+    # a slot for every token
+    positions = slot_positions(cache.record.protected, cache.num_tokens)
+    for layer in layers:
+        for row in layer:
+            for number, head in enumerate(row):
+                if head.positions is None:
+                    row[number] = replace(head, positions=positions.to(head.keys.device))
+    return layers
 
 
 def _joined(sections: Sequence[HeadGrid]) -> Layer:

@@ -84,11 +84,12 @@ def round_keys_together(
     codes = torch.empty_like(remaining, dtype=torch.uint8)
     numbers = torch.empty_like(remaining)
     grids = []
+    repeats = torch.tensor(sizes, device=keys.device)  # slots of each group
     for channel in range(head_dim if sizes else 0):
         column = remaining[..., channel]
         group_grids = [Grid.over(group, 1, bits) for group in column.split(sizes, dim=1)]
         grid = Grid(*(torch.cat(tensors, dim=1) for tensors in zip(*group_grids, strict=True)))
-        by_slot = Grid(*(_for_slots(tensor, sizes) for tensor in grid))
+        by_slot = Grid(*(tensor.repeat_interleave(repeats, dim=1) for tensor in grid))
         codes[..., channel] = by_slot.codes(column, bits)
         numbers[..., channel] = by_slot.numbers(codes[..., channel], keys.dtype)
         error = column - numbers[..., channel]
@@ -186,12 +187,6 @@ def _feedback(
     identity = torch.eye(size, dtype=gram.dtype, device=gram.device).expand_as(factor)
     inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
     return inverse / inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-
-
-def _for_slots(by_group: Float[Tensor, "heads groups"], sizes: list[int]) -> Tensor:
-    """The scale or offset of every slot, from those of the groups."""
-    counts = torch.tensor(sizes, device=by_group.device)
-    return by_group.repeat_interleave(counts, dim=1)
 
 
 def _unordered(states: Tensor, order: Int[Tensor, "heads rows"], dim: int) -> Tensor:

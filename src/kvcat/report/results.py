@@ -1,6 +1,5 @@
 """The content of a results folder for a report: rows of figures, comparisons and costs."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,7 +93,8 @@ class Results:
             rows = rows[in_cell] if in_cell.any() else rows
         elif self.methods:
             rows = rows[rows["method"] == self.methods[0]]
-        distance = rows["keep_ratio"].map(_distance_from_headline)
+        ratios = rows["keep_ratio"].clip(lower=1e-9) / _HEADLINE_KEEP_RATIO
+        distance = np.log(ratios).abs()
         row = rows.loc[distance.idxmin()]
         return row["method"], row["keep_ratio"], int(row["step"])
 
@@ -151,7 +151,3 @@ def read_results(
         events=stored.events,
         paper_note=paper.note,
     )
-
-
-def _distance_from_headline(keep_ratio: float) -> float:
-    return abs(math.log(max(keep_ratio, 1e-9) / _HEADLINE_KEEP_RATIO))

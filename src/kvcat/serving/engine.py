@@ -104,7 +104,9 @@ class RecentDocuments:
 
     def __init__(self, store: Store, most_bytes: int, model: PreTrainedModel) -> None:
         self.store = store
-        self.recent: RecentlyUsed[CompactCache] = RecentlyUsed(most_bytes, _num_bytes)
+        self.recent: RecentlyUsed[CompactCache] = RecentlyUsed(
+            most_bytes, lambda cache: cache.nbytes
+        )
         self.num_loads = 0
         self._model = model
 
@@ -256,7 +258,10 @@ class Engine:
                     break
                 self._current = self._next_tickets()
             start = time.monotonic()
-            self._serve(self._current)
+            tickets = self._current
+            with self._errors_of(tickets):  # whatever happens becomes an event of each
+                cache = self.documents.find(tickets[0].question.documents)
+                self._answer(tickets, cache)
             self.busy_seconds += time.monotonic() - start
             self._current = []
 
@@ -272,11 +277,6 @@ class Engine:
         for ticket in tickets[1:]:
             self._waiting.remove(ticket)
         return tickets
-
-    def _serve(self, tickets: Sequence[Ticket]) -> None:
-        """Answer questions on the same documents; whatever happens becomes an event of each."""
-        with self._errors_of(tickets):
-            self._answer(tickets, self.documents.find(tickets[0].question.documents))
 
     def _answer(self, tickets: Sequence[Ticket], cache: CompactCache) -> None:
         """Answer questions on the documents of a cache, as many at once as fit in a batch."""
@@ -351,7 +351,3 @@ class _TicketRow(NamedTuple):
 
     ticket: Ticket
     question: BatchQuestion
-
-
-def _num_bytes(cache: CompactCache) -> int:
-    return cache.nbytes
