@@ -24,13 +24,8 @@ from kvcat.errors import InputError, check_kind, check_one_of
 from kvcat.models import positions_of
 from kvcat.options import DocumentSupervision
 from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
-from kvcat.text.template import ChatTemplate, chat_parts
+from kvcat.text.template import ChatTemplate
 from kvcat.types import Int, Tensor
-
-__all__ = [
-    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "protected_ranges",
-    "question_ids", "reconstruction", "reconstruction_of_tokens", "sequence_trace",
-]  # fmt: skip
 
 INSTRUCTION = (
     "\nReproduce the preceding passage verbatim. "
