@@ -5,10 +5,16 @@ trace -> queries -> slots, log-bias, values -> compact cache -> replay
 # isort: skip_file
 
 # fmt: off
+# first, so that the files of methods can import these names from here
 from kvcat.compress.base import (
     Compressor as Compressor, Scorer as Scorer, compact_cache as compact_cache,
     received_mass as received_mass, slots_for as slots_for,
 )
+from kvcat.compress.prefix import Prefix as Prefix, protecting as protecting
+from kvcat.compress.trace import (
+    Reconstruction as Reconstruction, Trace as Trace, split_supervision as split_supervision,
+)
+
 from kvcat.compress.calibration import (
     CalibratedBudgets as CalibratedBudgets, calibrate as calibrate,
 )
@@ -30,7 +36,6 @@ from kvcat.compress.methods.gradient import (
     SNAPSHOT_STEPS as SNAPSHOT_STEPS, GradientCompression as GradientCompression,
 )
 from kvcat.compress.methods.refined import RefinedMatching as RefinedMatching
-from kvcat.compress.prefix import Prefix as Prefix, protecting as protecting
 from kvcat.compress.quantized import slots_and_bits as slots_and_bits
 from kvcat.compress.registry import (
     COMPRESSORS as COMPRESSORS, compressor_names as compressor_names,
@@ -39,9 +44,6 @@ from kvcat.compress.registry import (
 )
 from kvcat.compress.sessions import Session as Session
 from kvcat.compress.solvers import fit_log_bias as fit_log_bias, fit_values as fit_values
-from kvcat.compress.trace import (
-    Reconstruction as Reconstruction, Trace as Trace, split_supervision as split_supervision,
-)
 from kvcat.compress.tracing import trace as trace
 from kvcat.options import parse_spec
 # fmt: on
