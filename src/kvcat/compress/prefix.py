@@ -132,7 +132,7 @@ def protecting(trace: Trace, ranges: Sequence[Any]) -> Trace:
             f"protect={range_text(in_past) or 'no tokens'} of the {trace.past_len} tokens in the "
             f"compact cache, which protects {held}: protect the same ones again"
         )
-    return replace(trace, protected=joined)
+    return replace(trace, text=replace(trace.text, protected=joined))
 
 
 def joined_ranges(ranges: Sequence[Any], num_tokens: int) -> tuple[Range, ...]:
