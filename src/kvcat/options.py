@@ -52,7 +52,6 @@ def parse_spec(spec: str, what: str = "method") -> tuple[str, dict[str, Any]]:
     Brackets cannot be nested.
 
     Args:
-        spec: text to parse.
         what: word for such a text in error messages.
 
     Raises:
@@ -87,7 +86,6 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
 
     Args:
         hints: type of every option; a union for several types, a Literal for words.
-        options: value of each option.
         name: owner of the options, for error messages.
 
     Raises:
@@ -111,7 +109,6 @@ def typed_fields(hints: Mapping[str, Any], content: Any, name: object) -> dict[s
 
     Args:
         hints: type of every entry, as in ``typed_value``.
-        content: what the file holds.
         name: of the file, for error messages.
 
     Raises:
@@ -142,7 +139,6 @@ def typed_value(value: Any, hint: Any) -> Any:
     Whole numbers are accepted as numbers, and lists as tuples. Numbers must be finite.
 
     Args:
-        value: value to convert.
         hint: bool, int, float, str, None, a Literal, a tuple of these, a dict of texts and these,
             or a union of them.
 

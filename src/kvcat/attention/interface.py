@@ -109,7 +109,6 @@ def kvcat_attention(
         query, key, value: after rotation, those of a cache included.
         attention_mask: (rows or 1, 1, queries, keys); None: causal, the queries being the last of
             the keys (``kvcat_mask``).
-        dropout: as in transformers.
         scaling: factor on q.k; None: head_dim ** -0.5.
         kv_gate, kv_window, kv_record, s_aux: see above.
         **kwargs: further options of the model's attention.

@@ -120,7 +120,6 @@ class Compressor(ABC):
         """The compact cache with a size that is given as ``keep_ratio`` or as ``num_slots``.
 
         Args:
-            trace: trace of the prefix.
             keep_ratio: fraction of the slots to keep, in (0, 1], that is ceil(keep_ratio *
                 prefix_len) slots; 1 returns the dense cache.
             num_slots: average number of slots per layer and head, in [1, prefix_len].

@@ -65,7 +65,6 @@ class CalibratedBudgets:
         scale.
 
         Args:
-            prefix: what is compressed.
             num_slots: in [1, slots of the fullest head].
 
         Raises:
@@ -193,11 +192,9 @@ def excerpts(
     """Token ids of an excerpt of each of the first texts that are long enough.
 
     Args:
-        tokenizer: the model's.
         texts: documents.
         num_documents: most documents to use.
         num_tokens: of an excerpt, at a random place of each document; at least 2.
-        seed: of the places.
 
     Raises:
         InputError: no document is long enough.

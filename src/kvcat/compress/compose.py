@@ -104,7 +104,6 @@ def append(
 
     Args:
         model: the model that the cache was made with.
-        cache: of the prefix.
         input_ids: tokens that follow the prefix, one row for each example of the cache.
 
     Raises:

@@ -79,7 +79,6 @@ def compress_document(
 
     Args:
         model, tokenizer: the ones that will answer.
-        text: the document.
         settings: how the cache is made; None: the default method with a fifth of the slots.
 
     Raises:
@@ -101,9 +100,6 @@ def prepare_document(
     """A document for ``compress_prepared``; raises what ``compress_document`` does.
 
     Args:
-        tokenizer: the model's.
-        config: of the model.
-        text: the document.
         settings: how its cache will be made.
     """
     compressor = document_compressor(settings)
@@ -187,7 +183,6 @@ def compress_trace(
     """The cache of a document, or of several of equal length, in the size that settings name.
 
     Args:
-        trace: of the documents.
         compressor: that of the settings (``document_compressor``).
         settings: how the cache is made; with ``max_kl`` every document has to reach the KL, and
             ``max_megabytes`` are those of each document.

@@ -144,7 +144,6 @@ def _attended(prefix: Prefix, layer: int, queries: QuerySet, place: int, slots: 
 
     Args:
         prefix: of the slots.
-        layer: of the prefix.
         queries: at the positions of their tokens, in 8 bits.
         place: to which the parts of the queries are moved.
         slots: of the prefix.

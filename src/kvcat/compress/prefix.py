@@ -110,7 +110,6 @@ def protecting(trace: Trace, ranges: Sequence[Any]) -> Trace:
     """The trace with protected tokens, whose slots every compressor keeps as they are.
 
     Args:
-        trace: of the prefix.
         ranges: pairs of a first position and the position after the last one, in the prefix.
             Ranges that overlap are joined. Tokens in a compact cache can only be protected again
             as they were before. No range: the trace as it is.

@@ -21,7 +21,6 @@ def slots_and_bits(
     (docs/log.md).
 
     Args:
-        trace: of the prefix.
         num_bytes: of all examples together, with the states that are kept whole.
         choices: bits to choose from, the first of which do not hold the whole prefix; None among
             them is the type of the trace.

@@ -41,7 +41,6 @@ def analyse(
     Args:
         records: records of one results folder, at least one.
         config: the folder's configuration, which names the primary cell.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: as in ``summarise``.

@@ -143,7 +143,6 @@ def _shallow_copy(
     """A copy of a model with some of its layers and the first tokens of its vocabulary.
 
     Args:
-        model: is copied.
         layers: all of its decoder layers.
         numbers: of the layers that the copy has, ascending.
         exact: give the copy random weights in float64 on the CPU; otherwise it shares the

@@ -51,7 +51,6 @@ def build_policies(
 
     Args:
         spec: NAME or NAME,option=value,... (``parse_policy``).
-        num_layers, hidden_size: size of the model.
         group_starts, num_groups: as in ``check_group_starts``.
         target: keep ratio rho to aim at, in (0, 1).
         feature_dim: width of the router's linear attention.

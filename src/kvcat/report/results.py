@@ -105,9 +105,7 @@ def read_results(
     """All contents of a results folder that a report shows.
 
     Args:
-        folder: results folder.
         paper_model: the paper's model that ours correspond to; its figures are then in the tables.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: it is not a results folder, has no records or damaged content, or the paper has

@@ -24,10 +24,6 @@ class Conversation:
 
     With a document in a chat template the turns are messages of that template. Otherwise a question
     follows the last answer after a line break.
-
-    Args:
-        model, tokenizer: those of the cache.
-        cache: of the document.
     """
 
     def __init__(

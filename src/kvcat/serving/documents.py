@@ -88,7 +88,6 @@ class Documents(ABC):
     """Documents by name.
 
     Args:
-        config: of the served model.
         fingerprints: of the served model.
     """
 

@@ -97,7 +97,6 @@ class RecentDocuments:
     """The caches of documents of a store; those that were used last stay in memory.
 
     Args:
-        store: the caches.
         most_bytes: bytes of all caches in memory; a larger cache is used and not kept.
         model: the model of the store, on the device of the caches.
     """
@@ -164,8 +163,6 @@ class Engine:
     Waiting questions on the same documents are answered in one batch, the others one after another.
 
     Args:
-        model, tokenizer: those of the store.
-        store: the caches.
         cache_bytes: bytes of caches in memory.
         most_waiting: questions that may wait; further ones are rejected.
 

@@ -108,7 +108,6 @@ def place(
         model: what ``rotation_model`` made.
         share: heads of the worker.
         dtype: of keys and values.
-        device: of all tensors.
 
     Raises:
         InputError: states of several documents, keys that cannot be rotated, or numbers that the

@@ -117,7 +117,6 @@ def compare_models(
         records: records of one data set and at least two models.
         reference: label of a model, without ``@SEED``.
         primary: primary cell from the folder's configuration; its p is not corrected.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: the reference has no records; otherwise as in ``summarise``.

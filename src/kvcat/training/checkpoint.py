@@ -77,7 +77,6 @@ class Checkpoints:
     and checksums of all files.
 
     Args:
-        run: folder of the run.
         keep: number of checkpoints to keep.
         module, optimizer: what is saved and loaded.
     """
@@ -111,7 +110,6 @@ class Checkpoints:
         """Copy the state and write it in the background, after the previous checkpoint.
 
         Args:
-            step: step of the run.
             state: JSON values of this process besides the tensors, such as its place in the data.
             done: called by the first process with the finished folder.
         """

@@ -63,7 +63,6 @@ class RunFolder:
     """The folder of a run, in which no other process writes; all processes call every method.
 
     Args:
-        config: configuration of the run.
         world: the first process alone looks at files.
         state: what the folder contains.
     """
