@@ -120,7 +120,7 @@ class _Cost:
         self._whole_bytes = sum(states.nbytes for states in (*trace.keys, *trace.values))
 
     def print(self, num_tokens: int) -> None:
-        """One line of what a document of so many tokens cost, and what 10,000 would."""
+        """One line of what the document cost, and what 10,000 tokens would."""
         seconds = time.perf_counter() - self._begun
         reading = self._reading
         per_token = 10_000 / num_tokens

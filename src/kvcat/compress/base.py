@@ -362,7 +362,7 @@ def best_layer(
     Among equal scores, the earlier slot is kept.
     """
     chosen = top_positions(scores.masked_fill(slots.ranks() < 0, -torch.inf), num_slots)
-    rows = chosen.unsqueeze(-1)
+    rows = chosen.unsqueeze(-1)  # (batch, kv_heads, slots, 1)
     keys, values = (
         states.gather(2, rows.expand(-1, -1, -1, states.shape[-1]))
         for states in (slots.keys, slots.values)
@@ -404,6 +404,7 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
     """
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():
+        # 7 bytes: torch accepts no seed beyond 63 bits
         digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()
         generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
     return generators

@@ -72,6 +72,7 @@ def compose(
     if len(caches) == 1:
         return caches[0] if refit is None else refit_slots(refit, caches[0].unpacked())
     num_seams = [min(seam_tokens, cache.num_tokens) for cache in caches]
+    # at least the first token, which was its document's attention sink: composed, the text has one
     later = [
         slots_behind(cache, max(1, num_seam), f"document {number}", required=num_seam > 0)
         for number, (cache, num_seam) in enumerate(zip(caches, num_seams, strict=True), start=1)
@@ -85,6 +86,7 @@ def compose(
             seam, _ = _encoded(model, composed, ids)
             for layer, added in zip(layers, seam, strict=True):
                 layer.append(added)
+        # the keys of a pass over all documents, without what the earlier ones would change in them
         rotation = KeyRotation(model, start)
         for index, (layer, heads) in enumerate(zip(layers, slots, strict=True)):
             layer.append(_moved(heads, rotation, index))
@@ -223,6 +225,7 @@ def _encoded(
 ) -> tuple[list[HeadGrid], dict[int, LayerState]]:
     """The exact slots of tokens that follow a compact cache, per layer, and the states then."""
     num_new = input_ids.shape[1]
+    # padded to equal heads, so that the new keys and values are the last ones of every head
     padded = replace(cache, layers=[layer.padded() for layer in cache.ordinary_layers()])
     past = padded.to_transformers(model)
     with frozen(model):

@@ -111,12 +111,13 @@ class Objective:
         num_fitted = dense.weights.shape[1]
         queries = batch.queries[:, :num_fitted]
         later = batch.log_elsewhere[:, :num_fitted]
-        share = (dense.log_mass - later).sigmoid()
+        share = (dense.log_mass - later).sigmoid()  # p_i: the rest goes elsewhere
         squares = dense.weights.square()
         norm = dense.outputs.square().sum((1, 2)).clamp_min(_TINY)
         mean_output = (norm / squares.sum(1).clamp_min(_TINY)).sqrt()
         factors = dense.weights / share.clamp_min(_LEAST_SHARE)
 
+        # whitened: |x s|^2 of a slot is the mean square of its change of score over the queries
         query_weights = squares / squares.sum(1, keepdim=True).clamp_min(_TINY)
         mean_query = (query_weights.unsqueeze(-1) * queries).sum(1, keepdim=True)
         centred = queries - mean_query
@@ -129,9 +130,11 @@ class Objective:
 
         start_scores = queries @ start.keys.mT + start.bias_or_zeros().unsqueeze(1)
         attention = torch.softmax(start_scores, -1)
+        # s: slots whose scores matter little may move further
         curvature = _curvature(attention, dense, start.values) / norm.unsqueeze(1)
         floor = _LEAST_CURVATURE * curvature.mean(1, keepdim=True)
         scale = (curvature + floor).clamp_min(_TINY).rsqrt().unsqueeze(-1)
+        # without the largest column, the attention sink's, which would set the pull of all others
         slot_squares = (attention * dense.weights.unsqueeze(-1)).square().sum(1)
         num_others = max(1, slot_squares.shape[1] - 1)
         mean_of_others = (slot_squares.sum(1) - slot_squares.amax(1)) / num_others
@@ -210,10 +213,12 @@ class Objective:
         gram = gram / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
         gram.diagonal(dim1=-2, dim2=-1).fill_(1 + _LEAST_RIDGE)
         factor, info = torch.linalg.cholesky_ex(gram)
+        # (A^T A + mu I) change = A^T error, with columns A of length 1
         right = (weighted.mT @ error) / lengths.unsqueeze(-1)
         change = torch.cholesky_solve(right, factor) / lengths.unsqueeze(-1)
         is_solved = (info == 0) & change.isfinite().all(-1).all(-1)
         change = torch.where(is_solved.view(-1, 1, 1), change, 0.0)
+        # w (A V - o): the error that is left, with the opposite sign
         return change, torch.baddbmm(error, weighted, change, beta=-1), is_solved
 
 

@@ -149,7 +149,7 @@ class Checkpoints:
             return LoadedCheckpoint(0, [], checkpoint.notes)
         tensors = self._tensors()
         self._transfer(_loading(), {"module": tensors["module"]}, checkpoint.folder)
-        # AdamW has no state of parameters that never had a gradient
+        # in part: AdamW has no state of parameters that never had a gradient
         optimizer_tensors = {"optimizer": tensors["optimizer"]}
         self._transfer(_loading(is_partial=True), optimizer_tensors, checkpoint.folder)
         torch_states.set_state_dict(

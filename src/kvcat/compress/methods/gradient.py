@@ -294,12 +294,15 @@ class SlotTraining:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
         with torch.enable_grad(), frozen(self.trace.model):
             kl = _mean_kl(self.trace, self._replay())
+            # of the sum, as every example would have it alone
             gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)
+        # no gradient, and thus no step of Adam, where a slot shall stay as it is
         for gradient in gradients:
             gradient[self._is_whole] = 0
             gradient[:, :, : self._num_fixed] = 0
         squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
-        norm = squares.sum(0).sqrt()  # of each example
+        # clipped for each example by itself: its cache does not depend on its batch
+        norm = squares.sum(0).sqrt()
         factor = (_MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             other_dims = [1] * (gradient.ndim - 1)
