@@ -354,7 +354,24 @@ def _check_finite(
                 )
 
 
-def best_layer(
+def best_layers(prefix: Prefix, scores: Scores, num_slots: int) -> list[Layer]:
+    """In every layer, the slots of a prefix with the highest scores, unchanged.
+
+    Args:
+        prefix: what is compressed.
+        scores: of all slots, protected ones included.
+        num_slots: of every head.
+    """
+    if prefix.protected:
+        pairs = zip(prefix.trace.layers, scores, strict=True)
+        scores = [x.index_select(2, prefix.trace.other_slots(layer)) for layer, x in pairs]
+    return [
+        _best_layer(slots, of_layer, num_slots)
+        for slots, of_layer in zip(prefix.layers, scores, strict=True)
+    ]
+
+
+def _best_layer(
     slots: CompactLayer, scores: Float[Tensor, "batch kv_heads slots"], num_slots: int
 ) -> Layer:
     """The slots of a layer with the highest scores, unchanged, without padding.

@@ -19,7 +19,7 @@ from kvcat.cache.fingerprint import hash_tensor
 from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.base import (
     Compressor,
-    best_layer,
+    best_layers,
     compact_cache,
     example_generators,
     is_between,
@@ -192,16 +192,7 @@ class GradientCompression(Compressor):
         """Slots to start from, without the protected ones."""
         if self._start is not None:
             return next(self._start.fit(prefix, [num_slots]))
-        trace = prefix.trace
-        layers = []
-        scores_of_layers = _random_scores(trace, self.seed)
-        for of_layer, slots, scores in zip(
-            trace.layers, prefix.layers, scores_of_layers, strict=True
-        ):
-            if prefix.protected:
-                scores = scores.index_select(2, trace.other_slots(of_layer))
-            layers.append(best_layer(slots, scores, num_slots))
-        return layers
+        return best_layers(prefix, _random_scores(prefix.trace, self.seed), num_slots)
 
     def _run(
         self,
