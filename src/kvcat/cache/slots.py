@@ -189,7 +189,7 @@ class CompactLayer(Slots):
         keys: Float[Tensor, "batch kv_heads new head_dim"],
         values: Float[Tensor, "batch kv_heads new value_dim"],
     ) -> "CompactLayer":
-        """The slots, and behind them one for each of some tokens; positions are not known."""
+        """The slots, and after them one for each of some tokens; positions are not known."""
         bias = self.log_bias
         if bias is not None:
             bias = nn.functional.pad(bias, (0, keys.shape[2]))

@@ -348,9 +348,10 @@ def _check_finite(
             if not tensor.isfinite().all():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 settings = ", ".join(f"{key}={value}" for key, value in options.items())
+                ridge = ", or a larger ridge" if "ridge" in options else ""
                 raise InputError(
                     f"{method} ({settings}) gives {name} in layer {index} that are not finite in "
-                    f"{dtype}: choose bfloat16 or float32, or a larger ridge"
+                    f"{dtype}: choose bfloat16 or float32{ridge}"
                 )
 
 

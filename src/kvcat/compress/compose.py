@@ -40,12 +40,12 @@ def compose(
     seam_tokens: int = SEAM_TOKENS,
     refit: Trace | None = None,
 ) -> CompactCache:
-    """The compact cache of several documents, one behind the other.
+    """The compact cache of several documents, one after the other.
 
     The keys of every later document are rotated to their new positions. The first document's first
     token is the attention sink of all: the slots of a later document's first token are left out.
     Instead, or with ``seam_tokens`` instead of the first ones, these tokens are encoded again
-    behind the documents before them, and keep exact slots in every head. The order of the documents
+    after the documents before them, and keep exact slots in every head. The order of the documents
     is that of ``caches``. A single cache is returned unchanged; caches in few bits are unpacked.
 
     Args:
@@ -149,7 +149,7 @@ def _heads_of_layers(cache: CompactCache) -> list[HeadGrid]:
 
 
 def _joined(sections: Sequence[HeadGrid]) -> Layer:
-    """A layer of the slots of all sections, one behind the other in every head."""
+    """A layer of the slots of all sections, one after the other in every head."""
     heads = [
         [HeadSlots.joined(pieces) for pieces in zip(*sections_of_example, strict=True)]
         for sections_of_example in zip(*sections, strict=True)

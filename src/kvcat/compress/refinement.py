@@ -54,7 +54,7 @@ class Objective:
 
     where V is the minimiser for these scores. p_i is the share of query i's attention that goes to
     the prefix, p_i(x) the same with the mass of the slots, f_i = w_i / p_i, and c^2 the mean of
-    |o_i|^2 with weights w_i^2. mu is ``ridge`` times the mean over the slots but the largest of
+    |o_i|^2 with weights w_i^2. mu is ``ridge`` times the mean over all slots except the largest of
     sum_i w_i^2 A_ij^2 at the start.
 
     Args:

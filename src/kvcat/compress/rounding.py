@@ -1,10 +1,10 @@
-"""Keys and values in few bits, rounded one after the other so that later ones make up for earlier.
+"""Quantises keys and values one by one; later ones compensate for earlier errors (GPTQ).
 
 A rounding error e costs e G e, where the matrix G says which errors matter together: for a key,
 G = sum_i w_i^2 q_i q_i^T over the queries, so that e G e is the squared error of the key's scores;
 for the values of a head, G = A^T A over the slots, with A the weighted attention, so that e G e is
 the squared error of the outputs. After each rounding, the numbers that are not rounded yet move to
-where the cost is least (GPTQ).
+where the cost is least.
 
 References: Frantar et al. 2023, arXiv:2210.17323.
 """

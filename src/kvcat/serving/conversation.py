@@ -1,4 +1,4 @@
-"""A conversation about a document: history behind its compact cache, turn by turn."""
+"""A conversation about a document: history after its compact cache, turn by turn."""
 
 from dataclasses import replace
 from typing import Any

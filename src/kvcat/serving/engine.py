@@ -35,7 +35,7 @@ class Question:
     """What a client asks.
 
     Args:
-        documents: ids of documents in the store, one behind the other.
+        documents: ids of documents in the store, one after the other.
         content: a prompt, which is one text, or the messages of a conversation.
         is_chat: whether the content is messages.
         sampling: how to decode.
@@ -78,7 +78,7 @@ class RequestError(Exception):
 
 @dataclass
 class Ticket:
-    """A question on its way; the worker calls ``on_event`` with every event of its answer.
+    """A queued question; the worker calls ``on_event`` with every event of its answer.
 
     Events are texts (pieces of the answer), then one (``Answer``, ``Usage``) or ``RequestError``.
     """
@@ -110,7 +110,7 @@ class RecentDocuments:
         self._model = model
 
     def find(self, ids: Sequence[str]) -> CompactCache:
-        """The cache of a document, or of several documents one behind the other.
+        """The cache of a document, or of several documents one after the other.
 
         Raises:
             RequestError: no such document, a damaged file, a text that changed, or documents that
