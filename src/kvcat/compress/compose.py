@@ -46,7 +46,7 @@ def compose(
     token is the attention sink of all: the slots of a later document's first token are left out.
     Instead, or with ``seam_tokens`` instead of the first ones, these tokens are encoded again
     after the documents before them, and keep exact slots in every head. The order of the documents
-    is that of ``caches``. A single cache is returned unchanged; caches in few bits are unpacked.
+    is that of ``caches``. A single cache is returned unchanged; quantised caches are unpacked.
 
     Args:
         model: the model that the caches were made with.
@@ -102,7 +102,7 @@ def append(
 ) -> CompactCache:
     """The compact cache of a prefix and of the tokens after it, whose slots are exact.
 
-    A cache in few bits is unpacked.
+    A quantised cache is unpacked.
 
     Args:
         model: the model that the cache was made with.

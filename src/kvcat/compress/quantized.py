@@ -1,4 +1,4 @@
-"""Any method with its caches in few bits, and slots and bits for a number of bytes."""
+"""Slots and bits of a cache for a number of bytes."""
 
 from collections.abc import Sequence
 

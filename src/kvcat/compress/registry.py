@@ -32,7 +32,7 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
 
     Args:
         name: one of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
-        options: fields of the compressor's dataclass; and ``bits`` for caches in few bits (8 or 4;
+        options: fields of the compressor's dataclass; and ``bits`` for quantised caches (8 or 4;
             ``Compressor``).
 
     Raises:

@@ -24,7 +24,7 @@ _BLOCK = 64
 
 
 class RoundedKeys(NamedTuple):
-    """Keys of a batch of heads in few bits; the first key of each head is in half precision."""
+    """Quantised keys of a batch of heads; the first key of each head is in half precision."""
 
     codes: UInt8[Tensor, "heads packed head_dim"]
     grid: Grid  # (heads, groups, head_dim)
@@ -32,7 +32,7 @@ class RoundedKeys(NamedTuple):
 
 
 class RoundedValues(NamedTuple):
-    """Values of a batch of heads in few bits; the first value of each head is in half precision."""
+    """Quantised values of a batch of heads; the first value of each head is in half precision."""
 
     codes: UInt8[Tensor, "heads packed value_dim"]
     grid: Grid  # (heads, packed, groups of channels)
@@ -40,7 +40,7 @@ class RoundedValues(NamedTuple):
 
 
 class RoundedHeads(NamedTuple):
-    """Keys and values of a batch of heads in few bits."""
+    """Quantised keys and values of a batch of heads."""
 
     keys: RoundedKeys
     values: RoundedValues
@@ -63,7 +63,7 @@ def round_keys_together(
     queries: Float[Tensor, "heads queries head_dim"],
     bits: int,
 ) -> RoundedKeys:
-    """Keys in few bits, so that the squared errors of their scores are small.
+    """Quantised keys, so that the squared errors of their scores are small.
 
     Channel after channel is rounded, those with the largest queries first. Each has scale and
     offset for every group of slots.
@@ -111,7 +111,7 @@ def round_values_together(
     attention: Float[Tensor, "heads queries slots"],
     bits: int,
 ) -> RoundedValues:
-    """Values in few bits, so that the squared errors of the attention outputs are small.
+    """Quantised values, so that the squared errors of the attention outputs are small.
 
     Slot after slot is rounded, those with the most attention first.
 
