@@ -24,7 +24,7 @@ from kvcat.cache import (
     first_slots,
     parse_bits,
 )
-from kvcat.cache.ranges import Range, num_positions, range_text
+from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, finite, whole
@@ -205,10 +205,9 @@ class Compressor(ABC):
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if trace.protected and not self.protects:
             raise InputError(f"{self.name} protects no slots: leave out protect")
-        num_protected = num_positions(trace.protected)
-        if slots < num_protected:
+        if slots < trace.num_protected:
             raise InputError(
-                f"{slots} slots are fewer than the {num_protected} protected ones "
+                f"{slots} slots are fewer than the {trace.num_protected} protected ones "
                 f"(tokens {range_text(trace.protected)}): keep more, or protect fewer"
             )
         if self.bits is not None:
@@ -293,7 +292,7 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
 
 def is_between(trace: Trace, num_slots: int) -> bool:
     """Whether a cache has to be made: not of all slots, nor of the protected ones alone."""
-    return num_positions(trace.protected) < num_slots < trace.max_slots
+    return trace.num_protected < num_slots < trace.max_slots
 
 
 def at_an_end(trace: Trace, num_slots: int) -> CompactCache:

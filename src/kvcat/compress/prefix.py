@@ -62,7 +62,7 @@ class Prefix:
     @property
     def num_protected(self) -> int:
         """The number of protected slots in every head."""
-        return num_positions(self.trace.protected)
+        return self.trace.num_protected
 
     @property
     def max_slots(self) -> int:

@@ -16,7 +16,7 @@ from kvcat.cache import (
     document_digests,
     first_ids,
 )
-from kvcat.cache.ranges import Range, slot_positions
+from kvcat.cache.ranges import Range, num_positions, slot_positions
 from kvcat.compress.query_set import QuerySet
 from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
@@ -169,6 +169,11 @@ class Trace:
     def protected(self) -> tuple[Range, ...]:
         """Ranges of the tokens whose slots every compressor keeps."""
         return self.text.protected
+
+    @property
+    def num_protected(self) -> int:
+        """The number of protected tokens, and of protected slots in every head."""
+        return num_positions(self.protected)
 
     @property
     def suffix_ids(self) -> Int[Tensor, "batch suffix"]:
