@@ -43,7 +43,7 @@ def keep_queries(trace: Trace, count: int, places: int = PLACES) -> QuerySet | N
     Raises:
         ValueError: kept queries of an earlier place.
     """
-    moved = own_queries(trace, fit_all=True)
+    moved = own_queries(trace)
     if moved is None:
         return None
     place = _place(trace.prefix_len, places)
@@ -180,7 +180,6 @@ def _joined(first: QuerySet, second: QuerySet) -> QuerySet:
         positions=torch.cat([first.positions, second.positions]),
         weights=torch.cat([first.weights, second.weights]),
         log_elsewhere=joined("log_elsewhere"),
-        num_fitted=len(first) + len(second),
         starts=torch.cat([first.starts, second.starts]),  # type: ignore[list-item]
         log_mass=joined("log_mass"),
         outputs=joined("outputs"),

@@ -179,6 +179,5 @@ def _repeated_part(
         positions=trace.prefix_len + last_seen,
         weights=torch.ones(stop - start),
         log_elsewhere=masses,
-        num_fitted=stop - start,
         repeated=torch.arange(num_opening + start, num_opening + stop),
     )

@@ -8,7 +8,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import CompactLayer, HeadSlots, Layer
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention
+from kvcat.compress.head_attention import DenseAttention, HeadBatch
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.lbfgs import minimise
 from kvcat.errors import InputError
@@ -108,10 +108,8 @@ class Objective:
             ridge: pull of the values towards those of the start.
             log_bias: False: the log-bias stays as it is.
         """
-        num_fitted = dense.weights.shape[1]
-        queries = batch.queries[:, :num_fitted]
-        later = batch.log_elsewhere[:, :num_fitted]
-        share = (dense.log_mass - later).sigmoid()  # p_i: the rest goes elsewhere
+        queries = batch.queries
+        share = (dense.log_mass - batch.log_elsewhere).sigmoid()  # p_i: the rest goes elsewhere
         squares = dense.weights.square()
         norm = dense.outputs.square().sum((1, 2)).clamp_min(_TINY)
         mean_output = (norm / squares.sum(1).clamp_min(_TINY)).sqrt()
@@ -146,7 +144,7 @@ class Objective:
             start_scores=start_scores,
             weights=dense.weights,
             outputs=dense.outputs,
-            log_elsewhere=later,
+            log_elsewhere=batch.log_elsewhere,
             share=share,
             share_weights=mean_output.unsqueeze(1) * factors,
             scale=scale,
@@ -269,12 +267,12 @@ def refine_layers(
         whole = heads.prefix.layers[layer].present_head(example, head)
         if sizes[group[0]] == len(whole):
             continue
-        batch = heads.load_fitted(group)
+        batch, dense = heads.fitted_attention(group)
         before = [slots_of_heads[index] for index in group]
         has_bias = before[0].log_bias is not None
         objective = Objective.of(
             batch,
-            dense_attention(batch),
+            dense,
             HeadSlots.stacked(before),
             pull=pull,
             ridge=ridge,
