@@ -40,11 +40,12 @@ import pandas as pd
 import torch
 
 import kvcat
-from kvcat.compress.documents import chat_parts, document_trace, question_ids
+from kvcat.compress.documents import document_trace, question_ids
 from kvcat.errors import run_script
 from kvcat.files import append_jsonl
 from kvcat.hub import local_folder
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
+from kvcat.text.template import chat_parts
 
 QUESTIONS = [
     "What is this text about?",

@@ -23,7 +23,7 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
 
     Args:
         trace: dense trace of the cache's tokens.
-        cache: in ordinary numbers.
+        cache: unquantised.
 
     Raises:
         InputError: a trace with supervision "self" of a model whose queries cannot be moved.
