@@ -24,7 +24,7 @@ def batch():
 
 
 @pytest.fixture
-def few(monkeypatch):
+def fit_to_40(monkeypatch):
     """A head of 20 slots is fitted to 40 queries."""
     monkeypatch.setattr(fitted_rows, "LEAST_FITTED", 0)
 
@@ -60,7 +60,7 @@ def test_the_drawn_ones_represent_the_sum_of_all(count):
     torch.testing.assert_close(represented, contributions.sum(-1))
 
 
-def test_all_queries_order_the_slots_and_some_are_fitted_to(batch, few):
+def test_all_queries_order_the_slots_and_some_are_fitted_to(batch, fit_to_40):
     fitted, attention = fitted_attention(batch)
     every = dense_attention(batch)
     assert most_fitted(20) == attention.rows.shape[1] == 40
@@ -80,7 +80,7 @@ def test_all_queries_order_the_slots_and_some_are_fitted_to(batch, few):
     assert torch.equal(again.factors, fitted.factors)
 
 
-def test_queries_that_attend_to_the_sink_alone_are_seldom_drawn(batch, few):
+def test_queries_that_attend_to_the_sink_alone_are_seldom_drawn(batch, fit_to_40):
     at_sink = batch.queries.clone()
     at_sink[:, 100:200] = 5 * batch.keys[:, 3:4]
     _, attention = fitted_attention(replace(batch, queries=at_sink))
@@ -96,7 +96,7 @@ def test_a_head_with_few_queries_is_fitted_to_all(batch):
     assert (attention.boosts == 1).all()
 
 
-def test_kept_queries_are_never_left_out(batch, few):
+def test_kept_queries_are_never_left_out(batch, fit_to_40):
     log_mass = torch.full((2, 10), 4.0, dtype=torch.float64)
     outputs = torch.randn(2, 10, 8, dtype=torch.float64)
     past = PastAttention(first_row=200, num_new=5, log_mass=log_mass, outputs=outputs)

@@ -48,9 +48,12 @@ def fitted_attention(batch: HeadBatch) -> tuple[HeadBatch, DenseAttention]:
 
     contributions = _contributions(batch, every).square()
     supervising, of_supervising = draw(contributions[:, :num_supervising], drawn_supervising)
-    own, of_own = draw(contributions[:, num_rows - num_own :], drawn_own)
-    kept = num_supervising + torch.arange(num_kept, device=own.device).expand(len(own), -1)
-    rows = torch.cat([supervising, kept, num_rows - num_own + own], 1)
+    own_rows, of_own = draw(contributions[:, num_rows - num_own :], drawn_own)
+    own_rows = num_rows - num_own + own_rows
+    kept = num_supervising + torch.arange(num_kept, device=own_rows.device).expand(
+        len(own_rows), -1
+    )
+    rows = torch.cat([supervising, kept, own_rows], 1)
     boosts = torch.cat([of_supervising, torch.ones_like(kept).to(of_own), of_own], 1)
     fitted = replace(batch.with_queries(rows, boosts), num_supervising=drawn_supervising)
     if batch.past is not None:
