@@ -42,12 +42,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for
-from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
+from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.evaluations.longbench import cut_middle
 from kvcat.evals.haystacks import draws, number, shuffled
 from kvcat.files import append_jsonl
+from kvcat.text.template import chat_parts
 
 SEAM = 8
 CHARACTERS = 80_000  # of a book that are read

@@ -37,11 +37,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import make_compressor
-from kvcat.compress.documents import chat_parts
 from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, filler_lines, number, shuffled
 from kvcat.files import append_jsonl
+from kvcat.text.template import chat_parts
 
 ANSWER = "Noted."
 QUESTION = "What is the phone number of {}?"

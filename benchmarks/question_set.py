@@ -43,7 +43,7 @@ from windows import Source, Window, choose, encoder
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Reconstruction, Trace, trace
-from kvcat.compress.documents import INSTRUCTION, chat_parts
+from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws
@@ -51,6 +51,7 @@ from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
 from kvcat.provenance import provenance
 from kvcat.stats import holm, share, sign_flip_p_value
 from kvcat.text.encoder import TextEncoder
+from kvcat.text.template import chat_parts
 
 VERSION = 1
 DEFAULT = "attention-matching@reconstruction"

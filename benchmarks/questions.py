@@ -38,13 +38,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache
 from kvcat.compress import Trace, slots_for, trace
-from kvcat.compress.documents import chat_parts, reconstruction_of_tokens
+from kvcat.compress.documents import reconstruction_of_tokens
 from kvcat.errors import run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.evaluations.longbench import cut_middle
 from kvcat.evals.haystacks import Pieces, draws, filler_lines, number, shuffled
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.stats import shares, sign_flip_p_value
+from kvcat.text.template import chat_parts
 
 # number of lines with facts, all of which are asked
 KINDS = {"needle": 1, "multi-needle": 4, "key-value": 12}

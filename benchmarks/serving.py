@@ -54,7 +54,7 @@ from questions import DIGITS, LINE, right
 from transformers import DynamicCache
 
 import kvcat
-from kvcat.compress.documents import chat_parts, document_trace
+from kvcat.compress.documents import document_trace
 from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
@@ -63,6 +63,7 @@ from kvcat.hub import local_folder
 from kvcat.provenance import provenance
 from kvcat.serving import LlamaCpp, export_prefix, read_prefix, widen, write_gguf
 from kvcat.settings import Sampling
+from kvcat.text.template import chat_parts
 
 PAGE = ROOT / "docs" / "serving.md"
 FACTS = ("date", "kvcat", "python", "torch", "transformers", "platform", "cpu", "threads")

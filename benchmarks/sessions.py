@@ -53,9 +53,7 @@ class Appending(AttentionMatching):
         counts = torch.cat([layer.present_counts().flatten() for layer in prefix.layers])
         num_old = counts.double().mean().item() - num_new
         none = torch.zeros(0)
-        no_queries = QuerySet(
-            [], positions=none.long(), weights=none, log_elsewhere=[], num_fitted=0
-        )
+        no_queries = QuerySet([], positions=none.long(), weights=none, log_elsewhere=[])
         trace = replace(prefix.trace, past=Past(prefix.trace.past_len, queries=no_queries))
         new_layers = [layer.at(torch.arange(layer.max_slots)[-num_new:]) for layer in prefix.layers]
         new = Prefix(trace, [replace(layer, log_bias=None) for layer in new_layers])

@@ -129,6 +129,18 @@ def test_every_option_of_the_two_methods_that_make_slots_has_a_place_in_the_page
     assert sorted(name for name in names if f"`{name}`" not in page) == []
 
 
+def test_the_presets_on_the_page_are_those_of_the_code() -> None:
+    table = read(COMPRESS).partition("| option | `stable`, the default | `known` | `paper` |")[2]
+    rows = re.findall(r"^\| `(\w+)` \| (.*?) \| (.*?) \| (.*?) \|", table.split("\n\n")[0], re.M)
+    assert len(rows) > 5
+    for option, *cells in rows:
+        for preset, cell in zip(("stable", "known", "paper"), cells, strict=True):
+            value = getattr(AttentionMatching(preset), option)
+            shown = f"{value:g}" if isinstance(value, float) else str(value)
+            expected = f"{float(cell):g}" if re.match(r"[\d.]", cell) else cell.strip("`")
+            assert shown == expected, (option, preset)
+
+
 def test_what_the_map_from_the_paper_names_is_there() -> None:
     page = read("docs/paper.md")
     for name in re.findall(r"`(kvcat(?:\.\w+)+)", page):

@@ -36,7 +36,6 @@ def missing_package(error: ModuleNotFoundError, user: str) -> str:
     """A line about an optional package that is missing; empty for any other module.
 
     Args:
-        error: raised by the import.
         user: what needs the package, such as "kvcat report".
     """
     package = (error.name or "").partition(".")[0]

@@ -462,7 +462,6 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
     names. A folder that was made here is removed if it stays empty.
 
     Args:
-        folder: folder to write to.
         name: name of the lock file.
         timeout: longest time to wait for another writer, in seconds.
 

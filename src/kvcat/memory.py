@@ -69,9 +69,6 @@ class PeakMemory:
     """The most memory that a process held since this was made, over what it held then.
 
     Memory of the GPU, where the work is on one; else the resident memory, which only Linux reports.
-
-    Args:
-        device: of the work.
     """
 
     def __init__(self, device: "torch.device") -> None:

@@ -90,6 +90,30 @@ SeamTokens = Annotated[
 Fractions = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Fraction, ...], _group(Fraction)], ...]]
 Counts = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Count, ...], _group(Count)], ...]]
 Seeds = tyro.conf.UseAppendAction[tuple[Annotated[tuple[Seed, ...], _group(Seed)], ...]]
+Stop = Annotated[
+    Strings,
+    tyro.conf.arg(help="Text at which an answer ends, without it; may be given several times."),
+]
+Temperature = Annotated[
+    float, tyro.conf.arg(help="0 for greedy decoding; 0.001 to 1000 for sampling.")
+]
+TopP = Annotated[
+    Fraction,
+    tyro.conf.arg(help="Sample from the most likely tokens with this total probability."),
+]
+StoreOfCache = Annotated[
+    str | None,
+    tyro.conf.arg(
+        help="Instead of --cache: a store of `kvcat corpus`, with --id.", help_behavior_hint=""
+    ),
+]
+DocumentId = Annotated[
+    str | None, tyro.conf.arg(help="Id of the document in the store.", help_behavior_hint="")
+]
+TextColumn = Annotated[str, tyro.conf.arg(help="Column of a table that holds the texts.")]
+IdColumn = Annotated[
+    str, tyro.conf.arg(help="Column of a table that holds the ids of the documents.")
+]
 Output = Annotated[Path, tyro.conf.arg(aliases=["-o"])]
 OutputAddress = Annotated[str, tyro.conf.arg(aliases=["-o"])]
 Model = Annotated[

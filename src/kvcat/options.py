@@ -40,6 +40,7 @@ _TYPE_WORDS = {
 # JSON requires digits on both sides of the point
 _SHORT_NUMBER = re.compile(r"[+-]?(\d+\.|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 _PYTHON_WORDS = {"None": "null", "none": "null", "True": "true", "False": "false"}
+_BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
 _COMMA_OUTSIDE_BRACKETS = re.compile(r",(?![^\[]*\])")
 
 
@@ -51,7 +52,6 @@ def parse_spec(spec: str, what: str = "method") -> tuple[str, dict[str, Any]]:
     Brackets cannot be nested.
 
     Args:
-        spec: text to parse.
         what: word for such a text in error messages.
 
     Raises:
@@ -86,7 +86,6 @@ def check_typed_options(hints: Mapping[str, Any], options: Mapping[str, Any], na
 
     Args:
         hints: type of every option; a union for several types, a Literal for words.
-        options: value of each option.
         name: owner of the options, for error messages.
 
     Raises:
@@ -110,7 +109,6 @@ def typed_fields(hints: Mapping[str, Any], content: Any, name: object) -> dict[s
 
     Args:
         hints: type of every entry, as in ``typed_value``.
-        content: what the file holds.
         name: of the file, for error messages.
 
     Raises:
@@ -141,7 +139,6 @@ def typed_value(value: Any, hint: Any) -> Any:
     Whole numbers are accepted as numbers, and lists as tuples. Numbers must be finite.
 
     Args:
-        value: value to convert.
         hint: bool, int, float, str, None, a Literal, a tuple of these, a dict of texts and these,
             or a union of them.
 
@@ -193,6 +190,11 @@ def describe_type(hint: Any) -> str:
     if kind is dict:
         return f"a table, each entry {describe_type(arguments[1])}"
     return _TYPE_WORDS[kind]
+
+
+def budget_files(method: str) -> list[str]:
+    """The files of budgets in the text of a method, also in brackets."""
+    return [text for text in _BUDGETS.findall(method) if text not in ("equal", "adaptive")]
 
 
 def words_of(hint: Any) -> list[str]:

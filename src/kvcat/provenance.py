@@ -51,15 +51,9 @@ def command_line(arguments: list[str]) -> str:
     program = Path(arguments[0]).name if arguments else ""
     if program == "__main__.py":
         program = f"python -m {Path(arguments[0]).parent.name}"
-    return " ".join([program, *(_shortened(word) for word in arguments[1:])]).strip()
-
-
-def _shortened(word: str) -> str:
-    """A word with its paths shortened, quoted for a shell.
-
-    Paths are also found after "=", ",", ":", a quote or a bracket.
-    """
-    return shlex.quote(_PATH.sub(_short_path, word))
+    # paths are also found after "=", ",", ":", a quote or a bracket
+    words = [shlex.quote(_PATH.sub(_short_path, word)) for word in arguments[1:]]
+    return " ".join([program, *words]).strip()
 
 
 def _short_path(match: re.Match[str]) -> str:

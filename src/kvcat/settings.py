@@ -23,6 +23,8 @@ from kvcat.option_types import (
 from kvcat.options import DocumentSupervision, parse_spec
 
 MOST_STOPS = 16
+DEFAULT_METHOD = "attention-matching"
+"""The method if none is named."""
 DEFAULT_KEEP = 0.2
 """Fraction of the slots that is kept if no size is given."""
 _KEEP_HELP = f"Fraction of the KV slots to KEEP, in (0, 1]; {DEFAULT_KEEP} if no size is given."
@@ -49,7 +51,7 @@ class CacheSettings:
         InputError: a value that is not valid, or two that exclude each other.
     """
 
-    method: str = "attention-matching"
+    method: str = DEFAULT_METHOD
     keep_ratio: Annotated[Unset[Fraction], tyro.conf.arg(name="keep", help=_KEEP_HELP)] = None
     num_slots: Annotated[Unset[Count], tyro.conf.arg(name="slots")] = None
     bits: CacheBits = "auto"

@@ -7,12 +7,13 @@ width, ``vocab`` token types, ``prefix`` and ``suffix`` the two parts of an eval
 """
 
 import torch
-from jaxtyping import Bool, Float, Int, UInt8
-from torch import Tensor
+from jaxtyping import Bool as Bool
+from jaxtyping import Float as Float
+from jaxtyping import Int as Int
+from jaxtyping import UInt8 as UInt8
+from torch import Tensor as Tensor
 
 from kvcat.errors import InputError
-
-__all__ = ["Bool", "Float", "Int", "Tensor", "UInt8", "at_least_float32", "check_no_autocast"]
 
 
 def at_least_float32(states: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

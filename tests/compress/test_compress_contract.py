@@ -10,10 +10,12 @@ from structured_heads import tensors
 
 from kvcat.compress import (
     COMPRESSORS,
+    Prefix,
     compare,
     make_compressor,
     parse_method,
     replay,
+    seeded_compressors,
     slots_for,
     trace,
 )
@@ -127,6 +129,22 @@ def test_a_call_repeats_and_leaves_model_trace_and_random_state_and_is_the_same_
     first.save(tmp_path / "c")
     loaded = type(first).load(tmp_path / "c", traced.model)
     assert torch.equal(compare(traced, first).kl, compare(traced, loaded).kl)
+
+
+def test_a_method_that_draws_gets_each_seed_and_others_run_once(traced):
+    prefix = Prefix.of(traced)
+    for name, options in (
+        ("random", {}),
+        ("gradient", {"init": "random"}),
+        ("attention-matching", {"num_queries": 2}),
+    ):
+        seeded = seeded_compressors(name, options, [0, 3])
+        assert [seed for seed, _ in seeded] == [0, 3]
+        assert [method.facts(prefix)["seed"] for _, method in seeded] == [0, 3]
+    for name, options in (("snapkv", {}), ("random", {"seed": 2}), ("attention-matching", {})):
+        ((seed, method),) = seeded_compressors(name, options, [0, 3])
+        assert seed is None
+        assert method == make_compressor(name, **options)
 
 
 def test_budgets_out_of_range_are_rejected(traced):

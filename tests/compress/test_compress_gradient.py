@@ -110,7 +110,10 @@ def test_snapshots_come_at_their_steps_and_the_loss_falls(traced):
     method = GradientCompression(num_steps=12, lr=0.05)
     for step, cache in method.snapshots(traced, num_slots=6):
         seen[step] = compare(traced, cache).kl
-    method(traced, num_slots=6, on_step=losses.__setitem__)
+    cache = method(traced, num_slots=6, on_step=losses.__setitem__)
+    (among_others,) = method.each(traced, [6 / traced.prefix_len])
+    assert among_others.record == cache.record
+    assert distance(among_others, cache) == 0
     assert losses[6] == pytest.approx(
         seen[5].mean().item(), rel=1e-4
     )  # the loss before the sixth step
@@ -195,11 +198,15 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
 def test_a_trace_without_predictions_is_rejected(model, windows):
     self_supervised = trace(model, windows, 48, supervision="self")
     method = GradientCompression(num_steps=1)
-    for call in (method, method.snapshots):
+    for call in (
+        lambda: method(self_supervised, num_slots=5),
+        lambda: method.snapshots(self_supervised, num_slots=5),
+        lambda: method.each(self_supervised, [0.1]),
+    ):
         with pytest.raises(
             InputError, match=r"no predictions after its prefix.* or use AttentionMatching"
         ):
-            call(self_supervised, num_slots=5)
+            call()
 
 
 class KilledError(Exception):

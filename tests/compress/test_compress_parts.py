@@ -45,8 +45,7 @@ def test_the_queries_of_a_part_are_those_of_a_stock_forward_of_text_and_part(
     text = windows[:, :TEXT]
     instruction = windows[:, TEXT : TEXT + INSTRUCTION]
     first, second, _ = in_parts.sources
-    # every token that is repeated is fitted to: answers need each of them
-    assert (first.num_fitted, second.num_fitted) == (23, 24)
+    # the queries of every token that is repeated: answers need each of them
     assert first.repeated.tolist() == list(range(1, 24))
     assert second.repeated.tolist() == list(range(24, 48))
     # the second part is begun with the 16 tokens before it, whose queries are not kept
@@ -98,11 +97,10 @@ def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_
         for segment, chosen in zip(split, of_parts, strict=True):
             inside = slice(*segment.tokens)
             for whole, each in zip(queries, chosen, strict=True):
-                assert each.num_fitted == whole.num_fitted
                 rows = torch.isin(whole.positions, each.positions)
                 if whole.repeated is not None:
                     rows = torch.isin(whole.repeated, each.repeated)
-                assert rows[: whole.num_fitted].all()
+                assert rows.all()
                 assert (each.weights == whole.weights[rows]).all()
                 states = each.of_layer(layer, layer)
                 scores = states @ keys.repeat_interleave(2, 1).mT * in_parts.scales[layer]

@@ -1,35 +1,17 @@
 """Attention over visible slots: the naive reference, the fast path, and transformers models."""
+# isort: skip_file
 
-from kvcat.attention.carried import Carried, attach
-from kvcat.attention.exclusive import exclusive
-from kvcat.attention.fast import attend, attend_ragged, attend_twice
-from kvcat.attention.interface import (
-    NAME,
-    SlotGate,
-    check_not_wrapped,
-    enable,
-    kvcat_attention,
+# fmt: off
+from kvcat.attention.carried import Carried as Carried, attach as attach
+from kvcat.attention.exclusive import exclusive as exclusive
+from kvcat.attention.fast import (
+    attend as attend, attend_ragged as attend_ragged, attend_twice as attend_twice,
 )
-from kvcat.attention.kernels import attend_biased, extend_keys
-from kvcat.attention.mass import attention_mass, log_mass
-from kvcat.attention.reference import attend_reference, reachable
-
-__all__ = [
-    "NAME",
-    "Carried",
-    "SlotGate",
-    "attach",
-    "attend",
-    "attend_biased",
-    "attend_ragged",
-    "attend_reference",
-    "attend_twice",
-    "attention_mass",
-    "check_not_wrapped",
-    "enable",
-    "exclusive",
-    "extend_keys",
-    "kvcat_attention",
-    "log_mass",
-    "reachable",
-]
+from kvcat.attention.interface import (
+    NAME as NAME, SlotGate as SlotGate, check_not_wrapped as check_not_wrapped, enable as enable,
+    kvcat_attention as kvcat_attention,
+)
+from kvcat.attention.kernels import attend_biased as attend_biased, extend_keys as extend_keys
+from kvcat.attention.mass import attention_mass as attention_mass, log_mass as log_mass
+from kvcat.attention.reference import attend_reference as attend_reference, reachable as reachable
+# fmt: on

@@ -109,7 +109,6 @@ def kvcat_attention(
         query, key, value: after rotation, those of a cache included.
         attention_mask: (rows or 1, 1, queries, keys); None: causal, the queries being the last of
             the keys (``kvcat_mask``).
-        dropout: as in transformers.
         scaling: factor on q.k; None: head_dim ** -0.5.
         kv_gate, kv_window, kv_record, s_aux: see above.
         **kwargs: further options of the model's attention.
@@ -132,7 +131,17 @@ def kvcat_attention(
     if carried is not None:
         out = _behind_slots(query, key, value, carried, attention_mask, scale, s_aux)
     elif kv_gate is not None and kv_gate.prefix_len is not None:
-        out = _suffix_again(query, key, value, kv_gate, scale, kv_window, s_aux)
+        out = attend_twice(
+            query,
+            key,
+            value,
+            kv_gate.keep_for(query, key, scale, kv_window, s_aux),
+            kv_gate.prefix_len,
+            scale=scale,
+            window=kv_window,
+            detach_prefix=kv_gate.detach_prefix,
+            sinks=s_aux,
+        )
     elif kv_gate is not None:
         return _dense_and_masked(
             module, query, key, value, attention_mask, scale, kv_gate, kv_window, s_aux, stock
@@ -140,29 +149,6 @@ def kvcat_attention(
     else:
         out = attend(query, key, value, reach=_reach(attention_mask), scale=scale, sinks=s_aux)
     return out.transpose(1, 2).contiguous(), None
-
-
-def _suffix_again(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    gate: SlotGate,
-    scale: float,
-    window: int | None,
-    sinks: Tensor | None,
-) -> Float[Tensor, "rows heads queries value_dim"]:
-    """Attention of sequences followed by their suffixes, which run again over the gate's slots."""
-    return attend_twice(
-        query,
-        key,
-        value,
-        gate.keep_for(query, key, scale, window, sinks),
-        gate.prefix_len,  # type: ignore[arg-type]
-        scale=scale,
-        window=window,
-        detach_prefix=gate.detach_prefix,
-        sinks=sinks,
-    )
 
 
 def _dense_and_masked(

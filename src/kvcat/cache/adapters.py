@@ -13,7 +13,6 @@ def check_no_adapters(model: nn.Module, doing: str) -> None:
     recognised by an attribute, so that peft need not be installed.
 
     Args:
-        model: any model.
         doing: the participle in the message, such as "saved".
     """
     check_not_wrapped(model)

@@ -318,6 +318,8 @@ class CompactCache:
             )
         elif self.states:
             check_no_padding(attention_mask)
+        # as long as the text: transformers counts positions by the mask, and the layers cut it to
+        # their slots (``PrefixLayer.get_mask_sizes``)
         new_mask = attention_mask.to(input_ids)
         prefix_mask = new_mask.new_ones(len(input_ids), self.num_tokens)
         mask = torch.cat([prefix_mask, new_mask], dim=-1)
@@ -358,6 +360,7 @@ class CompactCache:
         factors = self.rotary_factors(model)
         if factors is None or any_length:
             return
+        # queries are rotated with the cache's factors; transformers would choose them by the length
         total = self.num_tokens + num_new
         check_length(model.config, factors, total)
         border: Any = rope_border(model.config)
@@ -430,6 +433,7 @@ class CompactCache:
         factors = self.rotary_factors(model)
         if static_tokens is not None:
             self._check_static(model, static_tokens, factors, read_only=read_only)
+        # without these, the slots are ordinary keys and values to any attention
         if self.has_log_bias or not self.is_uniform or packed:
             enable(model)
         windows = layer_windows(model.config)
@@ -460,6 +464,7 @@ class CompactCache:
                 )
                 layers.append(static_layer)
         past = PrefixCache(layers, self.num_tokens, factors, any_length=any_length)
+        # for good: nothing says when the last forward with this cache has run
         continue_states(model)
         guard(model, past)
         return past

@@ -75,39 +75,42 @@ def fingerprint(model: nn.Module) -> str:
         InputError: a wrapper of a model, PEFT adapters, or weights on the meta device.
     """
     check_kind(nn.Module, "a model", model=model)
-    with exclusive(model):  # others hold rotary factors and settings for a while
-        stored: dict[str, Tensor] = {}
-        computed: dict[str, Tensor] = {}
-        for name, tensor in _tensors_with_data(model).items():
-            path, _, last = name.rpartition(".")
-            # a buffer that no file holds: its class computes it
-            is_computed = last in model.get_submodule(path)._non_persistent_buffers_set
-            if not is_computed:
-                stored[name] = tensor
-            elif _counts(model, name):
-                computed[name] = tensor
-        config = getattr(model, "config", None)
-        digest = hashlib.sha256(type(model).__name__.encode())
-        digest.update(str(getattr(config, "model_type", None)).encode())
-        digest.update(json.dumps(_settings(config, type(model)), sort_keys=True).encode())
-        digest.update(_remembered(model, "weights", stored).encode())
-        for line in _rotary_changes(model):
-            digest.update(line.encode())
-        digest.update(_remembered(model, "buffers", computed).encode())
-        return SCHEME + digest.hexdigest()
-
-
-def _tensors_with_data(model: nn.Module) -> dict[str, Tensor]:
-    """The parameters and buffers of a model by name, all of which hold numbers."""
     check_no_adapters(model, "identified")
-    tensors = dict([*model.named_parameters(), *model.named_buffers()])
-    for name, tensor in tensors.items():
+    with exclusive(model):  # others hold rotary factors and settings for a while
+        stored, computed = _tensors_with_data(model)
+        config = getattr(model, "config", None)
+        texts = [
+            type(model).__name__,
+            str(getattr(config, "model_type", None)),
+            json.dumps(_settings(config, type(model)), sort_keys=True),
+            _remembered(model, "weights", stored),
+            *_rotary_changes(model),
+            _remembered(model, "buffers", computed),
+        ]
+        return SCHEME + hashlib.sha256("".join(texts).encode()).hexdigest()
+
+
+def _tensors_with_data(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The parameters and buffers by name: those that a file of the model has, and the others.
+
+    The others are computed by their class. Rotary frequencies are not among them
+    (``_rotary_changes``), nor are positions.
+    """
+    stored: dict[str, Tensor] = {}
+    computed: dict[str, Tensor] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if tensor.is_meta:
             raise InputError(
                 f"{type(model).__name__}: {name} is on the meta device and holds no numbers: load "
                 "the model without offloading"
             )
-    return tensors
+        path, _, last = name.rpartition(".")
+        module = model.get_submodule(path)
+        if last not in module._non_persistent_buffers_set:
+            stored[name] = tensor
+        elif not _is_rotary(module) and not name.endswith(_INPUT_BUFFERS):
+            computed[name] = tensor
+    return stored, computed
 
 
 def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str:
@@ -120,7 +123,8 @@ def _remembered(model: nn.Module, group: str, tensors: dict[str, Tensor]) -> str
     """
     if any(tensor.is_inference() for tensor in tensors.values()):
         return _hash_of(tensors)  # tensors of inference mode have no version
-    state = _state_of(tensors)
+    versions = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
+    state = (*versions, _sample(tensors.values()))
     known = _known.setdefault(model, {})
     if group in known:
         known_state, known_hash = known[group]
@@ -136,12 +140,6 @@ def _hash_of(tensors: dict[str, Tensor]) -> str:
     for name in sorted(tensors):
         hash_tensor(digest, name, tensors[name])
     return digest.hexdigest()
-
-
-def _state_of(tensors: dict[str, Tensor]) -> _State:
-    """Addresses, versions and a sample of tensors, which show whether one of them has changed."""
-    versions = [(name, tensor.data_ptr(), tensor._version) for name, tensor in tensors.items()]
-    return (*versions, _sample(tensors.values()))
 
 
 def _sample(tensors: Iterable[Tensor]) -> bytes:
@@ -233,14 +231,6 @@ def _normal(value: Any, num_layers: int | None, reader: type) -> Any:
     if value is None or isinstance(value, bool | str):
         return value
     return repr(float(value)) if isinstance(value, int | float) else str(value)
-
-
-def _counts(model: nn.Module, name: str) -> bool:
-    """Whether a computed buffer counts: rotary buffers are compared elsewhere, and positions are
-    not compared.
-    """
-    module = model.get_submodule(name.rpartition(".")[0])
-    return not _is_rotary(module) and not name.endswith(_INPUT_BUFFERS)
 
 
 def _is_rotary(module: nn.Module) -> bool:

@@ -1,6 +1,6 @@
 """What a compact cache records about the tokens of its document.
 
-``compose`` encodes the first tokens again behind another document. It needs their ids, and which
+``compose`` encodes the first tokens again after another document. It needs their ids, and which
 slots represent them. Unquantised layers know the positions of their slots. Layers in few
 bits do not, so that their caches record which of the first tokens have a slot. A hash of all tokens
 shows whether other tokens are those of the same document.

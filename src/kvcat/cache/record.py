@@ -37,7 +37,7 @@ class CacheRecord:
         rope: the rotary factors of the keys, for models whose factors depend on the length.
         room: number of tokens that were planned to follow, for such models.
         protected: ranges of the tokens whose slots are exact and come first in every head.
-        protected_later: ranges of the tokens whose exact slots are behind others.
+        protected_later: ranges of the tokens whose exact slots come after others.
         documents: number of tokens of each document of a composed cache.
         seam_tokens: number of first tokens of its later documents that were encoded again.
         appended: number of tokens whose exact slots were appended.
@@ -145,10 +145,10 @@ class CacheRecord:
         return [one == other for one, other in zip(document_digests(tokens), wanted, strict=True)]
 
     def longer(self, num_tokens: int, later: FirstIds) -> "CacheRecord":
-        """The record of the prefix with tokens behind it, without what is true of it alone.
+        """The record of the prefix with tokens after it, without what is true of it alone.
 
         Args:
-            later: the first ids of the tokens behind it.
+            later: the first ids of the tokens after it.
         """
         ids = self.first_ids
         # a long prefix has them all, and one that does not record all of its own gets no others

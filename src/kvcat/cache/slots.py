@@ -189,7 +189,7 @@ class CompactLayer(Slots):
         keys: Float[Tensor, "batch kv_heads new head_dim"],
         values: Float[Tensor, "batch kv_heads new value_dim"],
     ) -> "CompactLayer":
-        """The slots, and behind them one for each of some tokens; positions are not known."""
+        """The slots, and after them one for each of some tokens; positions are not known."""
         bias = self.log_bias
         if bias is not None:
             bias = nn.functional.pad(bias, (0, keys.shape[2]))
@@ -277,6 +277,7 @@ class RaggedLayer(Slots):
         exists = slot_numbers < counts.unsqueeze(-1)  # (batch, kv_heads, slots)
         bias_dtype = torch.promote_types(self.keys.dtype, torch.float32)
         bias = self.keys.new_full(exists.shape, -torch.inf, dtype=bias_dtype)
+        # a mask of all slots in their order selects what the flat tensors hold in the same order
         bias[exists] = 0.0 if self.log_bias is None else self.log_bias.to(bias_dtype)
         keys = self.keys.new_zeros(*exists.shape, self.keys.shape[-1])
         keys[exists] = self.keys

@@ -1,5 +1,3 @@
 """The command line: it parses arguments, calls the library and prints."""
 
-from kvcat.cli.app import main
-
-__all__ = ["main"]
+from kvcat.cli.app import main as main

@@ -20,8 +20,8 @@ def budgets(
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Dtype = "float32",
-    text_column: str = "text",
-    id_column: str = "id",
+    text_column: opt.TextColumn = "text",
+    id_column: opt.IdColumn = "id",
 ) -> None:
     """Measure on some documents how many slots each head needs; compression then saves that time.
 
@@ -36,17 +36,14 @@ def budgets(
         output: JSON file to write.
         documents: Most documents to use, the first that are long enough, of files in random order.
         tokens: Length of the excerpt of every document.
-        text_column: Column of a table that holds the texts.
-        id_column: Column of a table that holds the ids of the documents.
     """
-    check_output(output, overwrite=overwrite, sources=[model])
     early.check_device(device)
     early.check_model(model)
 
     from kvcat.corpus import corpus_files, read_corpus
 
     files = list(corpus_files(corpus, text_column=text_column, id_column=id_column))
-    check_output(output, overwrite=overwrite, sources=[file.url for file in files])
+    check_output(output, overwrite=overwrite, sources=[model, *(file.url for file in files)])
     random.Random(seed).shuffle(files)
 
     from kvcat.compress.calibration import calibrate_on, excerpts

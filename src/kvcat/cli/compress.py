@@ -15,13 +15,14 @@ from kvcat.cli import early
 from kvcat.cli.options import check_output
 from kvcat.errors import InputError
 from kvcat.files import read_text
+from kvcat.options import budget_files
 from kvcat.settings import DocumentSettings
 
 if TYPE_CHECKING:
     import torch
 
-    from kvcat.compress import Compressor, Reconstruction, Trace
-    from kvcat.compress.document_cache import Progress
+    from kvcat.compress import Trace
+    from kvcat.compress.document_cache import PreparedDocument, Progress
 
 
 def compress(
@@ -60,38 +61,25 @@ def compress(
         if passage not in document:
             raise InputError(f"the text of {protect_text} is not in the document")
         settings = replace(settings, passages=(passage,))
-    check_output(output, overwrite=overwrite, sources=[text, protect_text, model])
+    sources = [text, protect_text, model, *budget_files(settings.method)]
+    check_output(output, overwrite=overwrite, sources=sources)
     early.check_method(settings.method)
     early.check_device(device)
     early.check_model(model)
 
     import kvcat
-    from kvcat.compress import protecting
-    from kvcat.compress.calibration import budget_files
-    from kvcat.compress.document_cache import (
-        compress_trace,
-        document_compressor,
-        encoded_document,
-        read_document,
-    )
+    from kvcat.compress.document_cache import compress_prepared, prepare_document
     from kvcat.models import load_tokenizer, read_config
 
-    check_output(output, overwrite=overwrite, sources=budget_files(settings.method))
-    compressor = document_compressor(settings)
-    tokenizer = load_tokenizer(model)
-    config = read_config(model)
-    sequence, protected = encoded_document(tokenizer, config, document, settings, compressor)
+    prepared = prepare_document(load_tokenizer(model), read_config(model), document, settings)
     loaded, _ = kvcat.load(model, dtype=dtype, device=device, tokenizer=False)
-    cost = _Cost(loaded.device)
-    trace = read_document(loaded, sequence, settings, compressor, cost.end_reading)
-    cost.end_trace(sequence)
     # the same command continues from this file after a kill
     command = hashlib.sha256(repr((model, document, settings, dtype)).encode()).hexdigest()
     state = output.with_name(f".{output.name}.{command[:8]}.state")
+    cost = _Cost(loaded.device)
     with ExitStack() as bars:
-        progress = _progress(compressor, settings, state, bars)
-        cache = compress_trace(protecting(trace, protected), compressor, settings, progress)
-    cost.print(trace)
+        cache = compress_prepared(loaded, prepared, _progress(prepared, state, cost, bars))
+    cost.print(cache.num_tokens)
     cache.save(output)
     state.unlink(missing_ok=True)
     mean_slots = cache.mean_slots
@@ -117,31 +105,33 @@ class _Cost:
 
         self._peak = PeakMemory(device)
         self._begun = time.perf_counter()
-        self._reading: float | None = None
+        self._reading = 0.0
+        self._whole_bytes = 0  # of the uncompressed cache
 
     def end_reading(self) -> None:
         """Keep the seconds so far."""
         self._reading = time.perf_counter() - self._begun
 
-    def end_trace(self, sequence: "Reconstruction") -> None:
-        """Keep the seconds of reading, unless they are known."""
-        if self._reading is None:
-            share = sequence.prefix_len / sequence.input_ids.shape[1]
+    def end_trace(self, trace: "Trace") -> None:
+        """Keep the seconds of reading, unless they are known, and the size of the whole cache."""
+        if not self._reading:
+            share = trace.prefix_len / trace.input_ids.shape[1]
             self._reading = share * (time.perf_counter() - self._begun)
+        self._whole_bytes = sum(states.nbytes for states in (*trace.keys, *trace.values))
 
-    def print(self, trace: "Trace") -> None:
+    def print(self, num_tokens: int) -> None:
         """One line of what the document cost, and what 10,000 tokens would."""
         seconds = time.perf_counter() - self._begun
-        reading = self._reading or seconds
-        per_token = 10_000 / trace.prefix_len
+        reading = self._reading
+        per_token = 10_000 / num_tokens
         line = (
             f"{seconds:.1f} s, {seconds / reading:.1f} times reading alone ({reading:.1f} s)"
             f"; {seconds * per_token:.0f} s for 10,000 tokens"
         )
         peak = self._peak.bytes()
         if peak is not None:
-            whole = sum(states.nbytes for states in (*trace.keys, *trace.values))
-            line += f"; memory {peak / 1e6:.0f} MB, {peak / whole:.1f} times the whole cache's"
+            ratio = peak / self._whole_bytes
+            line += f"; memory {peak / 1e6:.0f} MB, {ratio:.1f} times the whole cache's"
         print(line, file=sys.stderr)
 
 
@@ -154,24 +144,27 @@ def _read_text(path: Path) -> str:
 
 
 def _progress(
-    compressor: "Compressor", settings: DocumentSettings, state: Path, bars: ExitStack
+    document: "PreparedDocument", state: Path, cost: _Cost, bars: ExitStack
 ) -> "Progress":
     """A line for every size that is tried, or a bar of gradient steps, closed by ``bars``."""
     from kvcat.compress.document_cache import Progress
     from kvcat.evals import progress_bar
 
+    progress = Progress(on_read=cost.end_reading, on_trace=cost.end_trace)
+    compressor = document.compressor
+
     def show_size(num_slots: int, kl: float) -> None:
         line = f"{num_slots} slots: KL {kl:z.5f} nats per token, held out"
         print(line, file=sys.stderr, flush=True)
 
-    if settings.max_kl is not None or not compressor.resumes:
-        return Progress(on_try=show_size)
+    if document.settings.max_kl is not None or not compressor.resumes:
+        return replace(progress, on_try=show_size)
     if not compressor.last_step:
-        return Progress()
+        return progress
     bar = bars.enter_context(progress_bar(compressor.last_step, "step"))
 
     def show_step(_: int, kl: float) -> None:
         bar.set_postfix_str(f"KL {kl:z.5f}", refresh=False)
         bar.update()
 
-    return Progress(state=state, on_step=show_step)
+    return replace(progress, state=state, on_step=show_step)

@@ -26,8 +26,8 @@ def corpus(
     output: opt.OutputAddress,
     settings: tyro.conf.OmitArgPrefixes[CacheSettings],
     check: bool = False,
-    text_column: str = "text",
-    id_column: str = "id",
+    text_column: opt.TextColumn = "text",
+    id_column: opt.IdColumn = "id",
     shard: opt.Unset[str] = None,
     ray: opt.Unset[str] = None,
     workers: opt.Unset[opt.Count] = None,
@@ -46,8 +46,6 @@ def corpus(
         source: A folder of text files, a .jsonl or .parquet file, or hub:NAME.
         output: Store to write: a folder, or an address such as s3://bucket/store.
         check: Measure every document's KL on held-out positions; about doubles the time.
-        text_column: Column of a table that holds the texts.
-        id_column: Column of a table that holds the ids of the documents.
         shard: RANK/COUNT: compress part RANK of COUNT parts of a corpus, RANK from 0; several
             processes share a store. By default all of the corpus.
         ray: Compress the corpus on a Ray cluster: its address, or auto. By default in this process.

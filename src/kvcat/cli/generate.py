@@ -19,13 +19,13 @@ def generate(
     model: opt.Model,
     /,
     cache: opt.Files = (),
-    store: opt.Unset[str] = None,
-    id: opt.Unset[str] = None,
+    store: opt.StoreOfCache = None,
+    id: opt.DocumentId = None,
     prompt: opt.Strings = (),
     max_new_tokens: opt.Unset[opt.Count] = None,
-    temperature: float = 0.0,
-    top_p: opt.Fraction = 1.0,
-    stop: opt.Strings = (),
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    stop: opt.Stop = (),
     json: bool = False,
     packed: bool = False,
     seam_tokens: opt.SeamTokens = SEAM_TOKENS,
@@ -44,13 +44,8 @@ def generate(
 
     Args:
         cache: Cache files that `kvcat compress` wrote, one or several.
-        store: Instead of --cache: a store of `kvcat corpus`, with --id.
-        id: Id of the document in the store.
         prompt: Text that follows the document; may be given several times.
         max_new_tokens: Largest number of tokens in an answer; by default 64, or as many as fit.
-        temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
-        top_p: Sample from the most likely tokens with this total probability.
-        stop: Text at which an answer ends, without it; may be given several times.
         json: Print one JSON object for each answer, when it is complete.
         packed: Keep a cache of 8 or 4 bits packed in memory; attention unpacks a head at a time,
             which is slower.

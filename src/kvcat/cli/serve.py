@@ -115,12 +115,12 @@ def chat(
     model: opt.Model,
     /,
     cache: opt.Unset[Path] = None,
-    store: opt.Unset[str] = None,
-    id: opt.Unset[str] = None,
+    store: opt.StoreOfCache = None,
+    id: opt.DocumentId = None,
     max_new_tokens: opt.Unset[opt.Count] = None,
-    temperature: float = 0.0,
-    top_p: opt.Fraction = 1.0,
-    stop: opt.Strings = (),
+    temperature: opt.Temperature = 0.0,
+    top_p: opt.TopP = 1.0,
+    stop: opt.Stop = (),
     seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Unset[opt.Dtype] = None,
@@ -134,12 +134,7 @@ def chat(
 
     Args:
         cache: Cache file that `kvcat compress` wrote, best with --chat; or give --store.
-        store: Instead of --cache: a store of `kvcat corpus`, with --id.
-        id: Id of the document in the store.
         max_new_tokens: Largest number of tokens in an answer; by default 256, or as many as fit.
-        temperature: 0 for greedy decoding; 0.001 to 1000 for sampling.
-        top_p: Sample from the most likely tokens with this total probability.
-        stop: Text at which an answer ends, without it; may be given several times.
         dtype: Data type of the weights; by default that of the cache.
     """
     most_tokens = max_new_tokens or _MOST_TOKENS

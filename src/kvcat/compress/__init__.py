@@ -2,89 +2,50 @@
 
 trace -> queries -> slots, log-bias, values -> compact cache -> replay
 """
+# isort: skip_file
 
-from kvcat.compress.base import Compressor, Scorer, compact_cache, received_mass, slots_for
-from kvcat.compress.calibration import CalibratedBudgets, calibrate
+# fmt: off
+# first, so that the files of methods can import these names from here
+from kvcat.compress.base import (
+    Compressor as Compressor, Scorer as Scorer, compact_cache as compact_cache,
+    received_mass as received_mass, slots_for as slots_for,
+)
+from kvcat.compress.prefix import Prefix as Prefix, protecting as protecting
+from kvcat.compress.trace import (
+    Reconstruction as Reconstruction, Trace as Trace, split_supervision as split_supervision,
+)
+
+from kvcat.compress.calibration import (
+    CalibratedBudgets as CalibratedBudgets, calibrate as calibrate,
+)
 from kvcat.compress.compare import (
-    Scores,
-    SmallestCache,
-    compare,
-    replay,
-    smallest_cache,
-    supervised_kl,
+    Scores as Scores, SmallestCache as SmallestCache, compare as compare, replay as replay,
+    smallest_cache as smallest_cache, supervised_kl as supervised_kl,
 )
-from kvcat.compress.compose import append, compose
-from kvcat.compress.document_cache import compress_document
+from kvcat.compress.compose import append as append, compose as compose
+from kvcat.compress.document_cache import compress_document as compress_document
 from kvcat.compress.documents import (
-    INSTRUCTION,
-    document_trace,
-    protected_ranges,
-    question_ids,
-    reconstruction,
+    INSTRUCTION as INSTRUCTION, document_trace as document_trace,
+    protected_ranges as protected_ranges, question_ids as question_ids,
+    reconstruction as reconstruction,
 )
-from kvcat.compress.eviction import SCORERS, Eviction
-from kvcat.compress.kvpress import KVPress
-from kvcat.compress.methods.attention_matching import AttentionMatching
-from kvcat.compress.methods.gradient import SNAPSHOT_STEPS, GradientCompression
-from kvcat.compress.methods.refined import RefinedMatching
-from kvcat.compress.prefix import Prefix, protecting
-from kvcat.compress.quantized import slots_and_bits
+from kvcat.compress.eviction import SCORERS as SCORERS, Eviction as Eviction
+from kvcat.compress.kvpress import KVPress as KVPress
+from kvcat.compress.methods.attention_matching import AttentionMatching as AttentionMatching
+from kvcat.compress.methods.gradient import (
+    SNAPSHOT_STEPS as SNAPSHOT_STEPS, GradientCompression as GradientCompression,
+)
+from kvcat.compress.methods.refined import RefinedMatching as RefinedMatching
+from kvcat.compress.quantized import slots_and_bits as slots_and_bits
 from kvcat.compress.registry import (
-    COMPRESSORS,
-    compressor_names,
-    make_compressor,
-    seeded_compressor,
-    seeded_compressors,
+    COMPRESSORS as COMPRESSORS, compressor_names as compressor_names,
+    make_compressor as make_compressor, seeded_compressor as seeded_compressor,
+    seeded_compressors as seeded_compressors,
 )
-from kvcat.compress.sessions import Session
-from kvcat.compress.solvers import fit_log_bias, fit_values
-from kvcat.compress.trace import Reconstruction, Trace, split_supervision
-from kvcat.compress.tracing import trace
-from kvcat.options import parse_spec as parse_method
+from kvcat.compress.sessions import Session as Session
+from kvcat.compress.solvers import fit_log_bias as fit_log_bias, fit_values as fit_values
+from kvcat.compress.tracing import trace as trace
+from kvcat.options import parse_spec
+# fmt: on
 
-__all__ = [
-    "COMPRESSORS",
-    "INSTRUCTION",
-    "SCORERS",
-    "SNAPSHOT_STEPS",
-    "AttentionMatching",
-    "CalibratedBudgets",
-    "Compressor",
-    "Eviction",
-    "GradientCompression",
-    "KVPress",
-    "Prefix",
-    "Reconstruction",
-    "RefinedMatching",
-    "Scorer",
-    "Scores",
-    "Session",
-    "SmallestCache",
-    "Trace",
-    "append",
-    "calibrate",
-    "compact_cache",
-    "compare",
-    "compose",
-    "compress_document",
-    "compressor_names",
-    "document_trace",
-    "fit_log_bias",
-    "fit_values",
-    "make_compressor",
-    "parse_method",
-    "protected_ranges",
-    "protecting",
-    "question_ids",
-    "received_mass",
-    "reconstruction",
-    "replay",
-    "seeded_compressor",
-    "seeded_compressors",
-    "slots_and_bits",
-    "slots_for",
-    "smallest_cache",
-    "split_supervision",
-    "supervised_kl",
-    "trace",
-]
+parse_method = parse_spec

@@ -24,7 +24,7 @@ from kvcat.cache import (
     first_slots,
     parse_bits,
 )
-from kvcat.cache.ranges import Range, num_positions, range_text
+from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, finite, whole
@@ -120,7 +120,6 @@ class Compressor(ABC):
         """The compact cache with a size that is given as ``keep_ratio`` or as ``num_slots``.
 
         Args:
-            trace: trace of the prefix.
             keep_ratio: fraction of the slots to keep, in (0, 1], that is ceil(keep_ratio *
                 prefix_len) slots; 1 returns the dense cache.
             num_slots: average number of slots per layer and head, in [1, prefix_len].
@@ -196,17 +195,19 @@ class Compressor(ABC):
 
         Raises:
             InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``
-                or with a method that does not protect; or ``torch.autocast`` is on.
+                or with a method that does not protect; a trace without the predictions that the
+                method needs; or ``torch.autocast`` is on.
         """
         check_kind(Trace, "a Trace", trace=trace)
         check_no_autocast(trace.hidden.device)
+        if self.needs_predictions:
+            trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
         if trace.protected and not self.protects:
             raise InputError(f"{self.name} protects no slots: leave out protect")
-        num_protected = num_positions(trace.protected)
-        if slots < num_protected:
+        if slots < trace.num_protected:
             raise InputError(
-                f"{slots} slots are fewer than the {num_protected} protected ones "
+                f"{slots} slots are fewer than the {trace.num_protected} protected ones "
                 f"(tokens {range_text(trace.protected)}): keep more, or protect fewer"
             )
         if self.bits is not None:
@@ -216,6 +217,11 @@ class Compressor(ABC):
                     f"protected slots are exact, not in {self.bits} bits: leave out bits"
                 )
         return slots
+
+    def with_seed(self, seed: int) -> "Compressor":
+        """The same method with another seed, for a method that ``draws``."""
+        drawing: Any = self
+        return self if drawing.seed == seed else replace(drawing, seed=seed)
 
     def in_bits(self, bits: int | str) -> "Compressor":
         """The same method whose caches are quantised.
@@ -286,7 +292,7 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
 
 def is_between(trace: Trace, num_slots: int) -> bool:
     """Whether a cache has to be made: not of all slots, nor of the protected ones alone."""
-    return num_positions(trace.protected) < num_slots < trace.max_slots
+    return trace.num_protected < num_slots < trace.max_slots
 
 
 def at_an_end(trace: Trace, num_slots: int) -> CompactCache:
@@ -341,13 +347,31 @@ def _check_finite(
             if not tensor.isfinite().all():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 settings = ", ".join(f"{key}={value}" for key, value in options.items())
+                ridge = ", or a larger ridge" if "ridge" in options else ""
                 raise InputError(
                     f"{method} ({settings}) gives {name} in layer {index} that are not finite in "
-                    f"{dtype}: choose bfloat16 or float32, or a larger ridge"
+                    f"{dtype}: choose bfloat16 or float32{ridge}"
                 )
 
 
-def best_layer(
+def best_layers(prefix: Prefix, scores: Scores, num_slots: int) -> list[Layer]:
+    """In every layer, the slots of a prefix with the highest scores, unchanged.
+
+    Args:
+        prefix: what is compressed.
+        scores: of all slots, protected ones included.
+        num_slots: of every head.
+    """
+    if prefix.protected:
+        pairs = zip(prefix.trace.layers, scores, strict=True)
+        scores = [x.index_select(2, prefix.trace.other_slots(layer)) for layer, x in pairs]
+    return [
+        _best_layer(slots, of_layer, num_slots)
+        for slots, of_layer in zip(prefix.layers, scores, strict=True)
+    ]
+
+
+def _best_layer(
     slots: CompactLayer, scores: Float[Tensor, "batch kv_heads slots"], num_slots: int
 ) -> Layer:
     """The slots of a layer with the highest scores, unchanged, without padding.
@@ -355,7 +379,7 @@ def best_layer(
     Among equal scores, the earlier slot is kept.
     """
     chosen = top_positions(scores.masked_fill(slots.ranks() < 0, -torch.inf), num_slots)
-    rows = chosen.unsqueeze(-1)
+    rows = chosen.unsqueeze(-1)  # (batch, kv_heads, slots, 1)
     keys, values = (
         states.gather(2, rows.expand(-1, -1, -1, states.shape[-1]))
         for states in (slots.keys, slots.values)
@@ -397,6 +421,7 @@ def example_generators(trace: Trace, seed: int) -> list[torch.Generator]:
     """
     generators = []
     for row in trace.input_ids[:, : trace.prefix_len].cpu():
+        # 7 bytes: torch accepts no seed beyond 63 bits
         digest = hashlib.sha256(f"{seed}:".encode() + row.contiguous().numpy().tobytes()).digest()
         generators.append(torch.Generator().manual_seed(int.from_bytes(digest[:7], "little")))
     return generators

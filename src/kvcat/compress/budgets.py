@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention, take
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, with_progress
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
@@ -57,8 +57,7 @@ def attention_and_curves(
     kv_heads = [keys.shape[1] for keys in trace.keys]
     gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
     for group in with_progress(heads.groups_for_scores(), "attention of the prefix"):
-        batch = heads.load(group)
-        attention = dense_attention(batch)
+        batch, attention = heads.fitted_attention(group)
         dense.update(zip(group, attention.split(), strict=True))
         if not sizes:
             continue

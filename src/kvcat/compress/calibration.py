@@ -7,7 +7,6 @@ need not be computed. Sizes are fractions of the text.
 import hashlib
 import json
 import random
-import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
@@ -30,14 +29,13 @@ from kvcat.compress.tracing import trace
 from kvcat.errors import InputError, whole
 from kvcat.files import read_json, write_json
 from kvcat.models import model_name
-from kvcat.options import typed_fields
+from kvcat.options import budget_files, typed_fields
 from kvcat.text.encoder import TextEncoder, opening_ids
 from kvcat.types import Int, Tensor
 
 FORMAT = "kvcat-budgets-1"
 GRID_STEP = 2**0.5
 CHARACTERS_PER_TOKEN = 8  # more than any text needs on average
-_BUDGETS = re.compile(r"\bbudgets=([^,\]]+)")
 _LEAST_ERROR = 1e-9  # relative to that of the smallest size
 
 
@@ -67,7 +65,6 @@ class CalibratedBudgets:
         scale.
 
         Args:
-            prefix: what is compressed.
             num_slots: in [1, slots of the fullest head].
 
         Raises:
@@ -195,11 +192,9 @@ def excerpts(
     """Token ids of an excerpt of each of the first texts that are long enough.
 
     Args:
-        tokenizer: the model's.
         texts: documents.
         num_documents: most documents to use.
         num_tokens: of an excerpt, at a random place of each document; at least 2.
-        seed: of the places.
 
     Raises:
         InputError: no document is long enough.
@@ -297,11 +292,6 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
         raise InputError(f"no file of budgets {path}")
     status = path.stat()
     return _load(path.resolve(), (status.st_mtime_ns, status.st_size, status.st_ino))
-
-
-def budget_files(method: str) -> list[str]:
-    """The files of budgets in the text of a method, also in brackets."""
-    return [text for text in _BUDGETS.findall(method) if text not in ("equal", "adaptive")]
 
 
 def budget_digests(method: str) -> str:

@@ -13,7 +13,6 @@ from transformers import PreTrainedModel
 
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
-from kvcat.cache.ranges import num_positions
 from kvcat.compress.trace import Trace, split_supervision
 from kvcat.errors import InputError, check_kind, finite, whole
 from kvcat.losses import PositionScores, score_positions
@@ -221,7 +220,7 @@ def smallest_cache(
         raise InputError(f"max_kl must be at least 0 nats per token, not {max_kl}")
     learn, judge = split_supervision(trace, held_out)
     best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
-    too_few = max(0, num_positions(trace.protected) - 1)
+    too_few = max(0, trace.num_protected - 1)
     while best.num_slots - too_few > 1:
         # half way on a logarithmic scale: small caches are made quickly, so the search begins there
         middle = round(math.sqrt(max(1, too_few) * best.num_slots))

@@ -40,13 +40,13 @@ def compose(
     seam_tokens: int = SEAM_TOKENS,
     refit: Trace | None = None,
 ) -> CompactCache:
-    """The compact cache of several documents, one behind the other.
+    """The compact cache of several documents, one after the other.
 
     The keys of every later document are rotated to their new positions. The first document's first
     token is the attention sink of all: the slots of a later document's first token are left out.
     Instead, or with ``seam_tokens`` instead of the first ones, these tokens are encoded again
-    behind the documents before them, and keep exact slots in every head. The order of the documents
-    is that of ``caches``. A single cache is returned unchanged; caches in few bits are unpacked.
+    after the documents before them, and keep exact slots in every head. The order of the documents
+    is that of ``caches``. A single cache is returned unchanged; quantised caches are unpacked.
 
     Args:
         model: the model that the caches were made with.
@@ -72,6 +72,7 @@ def compose(
     if len(caches) == 1:
         return caches[0] if refit is None else refit_slots(refit, caches[0].unpacked())
     num_seams = [min(seam_tokens, cache.num_tokens) for cache in caches]
+    # at least the first token, which was its document's attention sink: composed, the text has one
     later = [
         slots_behind(cache, max(1, num_seam), f"document {number}", required=num_seam > 0)
         for number, (cache, num_seam) in enumerate(zip(caches, num_seams, strict=True), start=1)
@@ -85,6 +86,7 @@ def compose(
             seam, _ = _encoded(model, composed, ids)
             for layer, added in zip(layers, seam, strict=True):
                 layer.append(added)
+        # the keys of a pass over all documents, without what the earlier ones would change in them
         rotation = KeyRotation(model, start)
         for index, (layer, heads) in enumerate(zip(layers, slots, strict=True)):
             layer.append(_moved(heads, rotation, index))
@@ -100,11 +102,10 @@ def append(
 ) -> CompactCache:
     """The compact cache of a prefix and of the tokens after it, whose slots are exact.
 
-    A cache in few bits is unpacked.
+    A quantised cache is unpacked.
 
     Args:
         model: the model that the cache was made with.
-        cache: of the prefix.
         input_ids: tokens that follow the prefix, one row for each example of the cache.
 
     Raises:
@@ -135,28 +136,20 @@ def _heads_of_layers(cache: CompactCache) -> list[HeadGrid]:
     from it.
     """
     layers = [layer.heads() for layer in cache.ordinary_layers()]
-    whole = _positions_of_whole(cache)
-    if whole is None:
-        return layers
-    return [[[_with_positions(head, whole) for head in row] for row in layer] for layer in layers]
-
-
-def _with_positions(head: HeadSlots, positions: Int[Tensor, " slots"]) -> HeadSlots:
-    """The head with these positions, if it does not know its own."""
-    if head.positions is not None:
-        return head
-    return replace(head, positions=positions.to(head.keys.device))
-
-
-def _positions_of_whole(cache: CompactCache) -> Int[Tensor, " slots"] | None:
-    """The position of each slot of a head in a cache that has a slot for every token; else None."""
     if cache.mean_slots != cache.num_tokens:
-        return None
-    return slot_positions(cache.record.protected, cache.num_tokens)
+        return layers
+    # a slot for every token
+    positions = slot_positions(cache.record.protected, cache.num_tokens)
+    for layer in layers:
+        for row in layer:
+            for number, head in enumerate(row):
+                if head.positions is None:
+                    row[number] = replace(head, positions=positions.to(head.keys.device))
+    return layers
 
 
 def _joined(sections: Sequence[HeadGrid]) -> Layer:
-    """A layer of the slots of all sections, one behind the other in every head."""
+    """A layer of the slots of all sections, one after the other in every head."""
     heads = [
         [HeadSlots.joined(pieces) for pieces in zip(*sections_of_example, strict=True)]
         for sections_of_example in zip(*sections, strict=True)
@@ -232,6 +225,7 @@ def _encoded(
 ) -> tuple[list[HeadGrid], dict[int, LayerState]]:
     """The exact slots of tokens that follow a compact cache, per layer, and the states then."""
     num_new = input_ids.shape[1]
+    # padded to equal heads, so that the new keys and values are the last ones of every head
     padded = replace(cache, layers=[layer.padded() for layer in cache.ordinary_layers()])
     past = padded.to_transformers(model)
     with frozen(model):

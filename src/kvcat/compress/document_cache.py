@@ -39,13 +39,34 @@ class Progress:
 
     Args:
         state: file from which the same gradient run continues after a kill; None saves nothing.
+        on_read: called when a long document was read, before it is repeated in parts.
+        on_trace: called with the document's trace.
         on_step: called after every gradient step with its number and the KL before it.
         on_try: called after every size that ``max_kl`` tries with the slots and the KL.
     """
 
     state: Path | None = None
+    on_read: Callable[[], None] = lambda: None
+    on_trace: Callable[[Trace], None] = lambda _: None
     on_step: OnTry | None = None
     on_try: OnTry | None = None
+
+
+@dataclass(frozen=True)
+class PreparedDocument:
+    """A document that can be compressed: everything that needs no weights, checked.
+
+    Args:
+        settings: how the cache is made.
+        compressor: that of the settings.
+        sequence: token ids, with the copy that supervises.
+        protected: ranges of the tokens whose slots stay exact.
+    """
+
+    settings: DocumentSettings
+    compressor: Compressor
+    sequence: Reconstruction
+    protected: Sequence[Range]
 
 
 def compress_document(
@@ -58,7 +79,6 @@ def compress_document(
 
     Args:
         model, tokenizer: the ones that will answer.
-        text: the document.
         settings: how the cache is made; None: the default method with a fifth of the slots.
 
     Raises:
@@ -68,10 +88,45 @@ def compress_document(
     settings = DocumentSettings() if settings is None else settings
     check_kind(DocumentSettings, "a DocumentSettings or None", settings=settings)
     check_not_wrapped(model)
+    return compress_prepared(model, prepare_document(tokenizer, model.config, text, settings))
+
+
+def prepare_document(
+    tokenizer: PreTrainedTokenizerBase,
+    config: PreTrainedConfig,
+    text: str,
+    settings: DocumentSettings,
+) -> PreparedDocument:
+    """A document for ``compress_prepared``; raises what ``compress_document`` does.
+
+    Args:
+        settings: how its cache will be made.
+    """
     compressor = document_compressor(settings)
-    sequence, protected = encoded_document(tokenizer, model.config, text, settings, compressor)
-    trace = read_document(model, sequence, settings, compressor)
-    return compress_trace(protecting(trace, protected), compressor, settings)
+    positions = positions_of(config)
+    sequence = reconstruction(tokenizer, text, chat=settings.chat, positions=positions)
+    in_parts = _repeats_in_parts(settings, compressor)
+    check_length(config, sequence, settings.supervision, in_parts=in_parts)
+    protected = protected_ranges(
+        tokenizer,
+        text,
+        system=settings.protect == "system",
+        passages=settings.passages,
+        chat=settings.chat,
+    )
+    return PreparedDocument(settings, compressor, sequence, protected)
+
+
+def compress_prepared(
+    model: PreTrainedModel, document: PreparedDocument, progress: Progress | None = None
+) -> CompactCache:
+    """The compact cache of a prepared document, which reports on the way."""
+    progress = progress or Progress()
+    settings = document.settings
+    compressor = document.compressor
+    trace = read_document(model, document.sequence, settings, compressor, progress.on_read)
+    progress.on_trace(trace)
+    return compress_trace(protecting(trace, document.protected), compressor, settings, progress)
 
 
 def document_compressor(settings: CacheSettings) -> Compressor:
@@ -91,39 +146,6 @@ def document_compressor(settings: CacheSettings) -> Compressor:
     if protects and not compressor.protects:
         raise InputError(f"{name} protects no slots: leave out what is to be protected")
     return compressor
-
-
-def encoded_document(
-    tokenizer: PreTrainedTokenizerBase,
-    config: PreTrainedConfig,
-    text: str,
-    settings: DocumentSettings,
-    compressor: Compressor,
-) -> tuple[Reconstruction, Sequence[Range]]:
-    """The token ids of a document and the ranges among them that stay exact; needs no weights.
-
-    Args:
-        tokenizer: the model's.
-        config: of the model.
-        text: the document.
-        settings: how its cache will be made.
-        compressor: that of the settings.
-
-    Raises:
-        InputError: as ``compress_document``.
-    """
-    positions = positions_of(config)
-    sequence = reconstruction(tokenizer, text, chat=settings.chat, positions=positions)
-    in_parts = _repeats_in_parts(settings, compressor)
-    check_length(config, sequence, settings.supervision, in_parts=in_parts)
-    protected = protected_ranges(
-        tokenizer,
-        text,
-        system=settings.protect == "system",
-        passages=settings.passages,
-        chat=settings.chat,
-    )
-    return sequence, protected
 
 
 def read_document(
@@ -161,7 +183,6 @@ def compress_trace(
     """The cache of a document, or of several of equal length, in the size that settings name.
 
     Args:
-        trace: of the documents.
         compressor: that of the settings (``document_compressor``).
         settings: how the cache is made; with ``max_kl`` every document has to reach the KL, and
             ``max_megabytes`` are those of each document.

@@ -24,13 +24,8 @@ from kvcat.errors import InputError, check_kind, check_one_of
 from kvcat.models import positions_of
 from kvcat.options import DocumentSupervision
 from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
-from kvcat.text.template import ChatTemplate, chat_parts
+from kvcat.text.template import ChatTemplate
 from kvcat.types import Int, Tensor
-
-__all__ = [
-    "INSTRUCTION", "chat_parts", "document_trace", "opening_ids", "protected_ranges",
-    "question_ids", "reconstruction", "reconstruction_of_tokens", "sequence_trace",
-]  # fmt: skip
 
 INSTRUCTION = (
     "\nReproduce the preceding passage verbatim. "
@@ -54,8 +49,6 @@ def reconstruction(
     nothing after it: not the EOS token that some tokenizers put at the end of a text.
 
     Args:
-        tokenizer: the model's.
-        text: the document.
         head: text before the first copy, instead of the tokens that the tokenizer puts there.
         chat: the first copy opens a user's turn in the tokenizer's chat template.
         positions: of the model. A text with many more tokens is rejected before all of it is
@@ -136,7 +129,6 @@ def document_trace(
 
     Args:
         model, tokenizer: the ones that will answer.
-        text: the document.
         supervision: "reconstruction" matches the document repeated after an instruction, "self"
             its own queries.
         chat: the document opens a user's turn in the tokenizer's chat template; caches record it.
@@ -187,7 +179,6 @@ def check_length(
     """Raise an ``InputError`` if a document is too long for the model's positions.
 
     Args:
-        config: of the model.
         sequence: the document, with the copy that supervises.
         supervision, in_parts: as in ``document_trace``.
     """
@@ -227,8 +218,6 @@ def protected_ranges(
     Tokens that hold only a part of what is protected are protected as well.
 
     Args:
-        tokenizer: the model's.
-        text: the document.
         system: all that the chat template writes before the document: the system turn and the
             opening of the user's turn.
         passages: texts, each of which is protected wherever it occurs in the document.
@@ -318,7 +307,6 @@ def question_ids(
     """Token ids of the text after a document, one row, the same as in one text of both.
 
     Args:
-        tokenizer: the model's.
         text: text after the document.
         chat: the text ends the user's turn that the document opened.
         cache: the document's; it records whether the document is in a chat template, and in which

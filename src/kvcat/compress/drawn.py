@@ -7,7 +7,7 @@ from functools import cached_property
 import torch
 
 from kvcat.compress.base import example_generators
-from kvcat.compress.head_attention import HeadBatch
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
@@ -31,9 +31,10 @@ class DrawnHeads(Heads):
         rows = torch.stack([self._rows[head] for head in heads])
         return super().load(heads).with_queries(rows)
 
-    def load_fitted(self, heads: list[HeadIndex]) -> HeadBatch:
-        """As ``load``."""
-        return self.load(heads)
+    def fitted_attention(self, heads: list[HeadIndex]) -> tuple[HeadBatch, DenseAttention]:
+        """The drawn queries, none of which is left out."""
+        batch = self.load(heads)
+        return batch, dense_attention(batch)
 
     @cached_property
     def _rows(self) -> dict[HeadIndex, Int[Tensor, " drawn"]]:

@@ -42,8 +42,8 @@ def fit_segments(
     fits: dict[HeadIndex, list[HeadSlots]] = defaultdict(list)
     for heads, dense, num_slots in zip(segments, attentions, slots_of_segments, strict=True):
         for group in with_progress(heads.groups_for_fit(num_slots), "attention matching"):
-            batch = heads.load_fitted(group)
             attention = DenseAttention.batched([dense[head] for head in group])
+            batch = heads.load(group).with_queries(attention.rows, attention.boosts)
             if not attention.weights.shape[1]:  # of several segments only the orders were kept
                 attention = dense_attention(batch)._replace(order=attention.order)
             slots = match_attention(
@@ -101,7 +101,7 @@ def match_attention(
         weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
         rounded_keys = round_keys_together(keys, weighted_queries, bits)
         keys = rounded_keys.numbers
-    scores = batch.scores(slots=slots, keys=keys)  # (heads, fitted queries, slots)
+    scores = batch.scores(slots=slots, keys=keys)  # (heads, queries, slots)
     outputs = dense.outputs
     if batch.last_seen is not None:
         # a query in place that sees no kept slot gets nothing from any values: it asks for nothing
@@ -119,7 +119,7 @@ def match_attention(
 
 
 def fit_to_dense(
-    scores: Float[Tensor, "heads fitted slots"],
+    scores: Float[Tensor, "heads queries slots"],
     dense: DenseAttention,
     slot_values: Float[Tensor, "heads slots value_dim"],
     *,
@@ -129,12 +129,12 @@ def fit_to_dense(
 ) -> tuple[
     Float[Tensor, "heads slots"],
     Float[Tensor, "heads slots value_dim"],
-    Float[Tensor, "heads fitted slots"],
+    Float[Tensor, "heads queries slots"],
 ]:
     """Log-bias and values of given slots, and the weighted attention that they get.
 
     Args:
-        scores: of the fitted queries against the slots' keys; overwritten by the attention.
+        scores: of the queries against the slots' keys; overwritten by the attention.
         dense: their attention over the whole prefix.
         slot_values: values to which the fitted ones are pulled.
         num_iters, ridge, log_bias: as in ``AttentionMatching``; without log-bias it is 0.

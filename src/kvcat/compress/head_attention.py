@@ -43,8 +43,6 @@ class PastAttention:
 class HeadBatch:
     """KV heads with the slots of their prefix and the queries that read them, in at least float32.
 
-    The queries that log-bias and values are fitted to come first. The others only choose keys.
-
     Args:
         queries: multiplied by the layer's scale.
         factors: weight of each query, as in ``QuerySet``.
@@ -52,11 +50,10 @@ class HeadBatch:
         keys, values: keys and values of the prefix's slots in this head.
         log_bias: nats added to the scores of these slots; None adds none.
         last_seen: last slot that each query sees; None: all see the whole prefix.
-        fit_boost: as in ``QuerySet``, of each fitted query; None: all are fitted to, and 1.
-        past: what some of the fitted queries attended to before it was compressed; None: all
-            attend to the slots.
-        num_supervising: number of the first fitted queries that are supervising ones; the other
-            fitted ones are the prefix's own.
+        past: what some of the queries attended to before it was compressed; None: all attend to the
+            slots.
+        num_supervising: number of the first queries, which are supervising ones; the others are the
+            prefix's own.
     """
 
     queries: Float[Tensor, "heads queries head_dim"]
@@ -66,7 +63,6 @@ class HeadBatch:
     values: Float[Tensor, "heads prefix value_dim"]
     log_bias: Float[Tensor, "heads prefix"] | None = None
     last_seen: Int[Tensor, "heads queries"] | None = None
-    fit_boost: Float[Tensor, "heads fitted"] | None = None
     past: PastAttention | None = None
     num_supervising: int = 0
 
@@ -81,15 +77,23 @@ class HeadBatch:
             past = None if self.past is None else self.past.of(heads)
             yield HeadBatch(*selected, past=past, num_supervising=self.num_supervising)
 
-    def with_queries(self, rows: Int[Tensor, "heads chosen"]) -> "HeadBatch":
-        """The batch with some queries of each head alone, all of which are fitted to.
+    def with_queries(
+        self,
+        rows: Int[Tensor, "heads chosen"],
+        boosts: Float[Tensor, "heads chosen"] | float = 1.0,
+    ) -> "HeadBatch":
+        """The batch with some queries of each head alone.
 
         Kept queries among them attend to the slots of the cache.
+
+        Args:
+            rows: of the queries.
+            boosts: further factors of their weights.
         """
         rows = rows.to(self.queries.device)
         return HeadBatch(
             queries=take(self.queries, rows),
-            factors=self.factors.gather(1, rows),
+            factors=self.factors.gather(1, rows) * boosts,
             log_elsewhere=self.log_elsewhere.gather(1, rows),
             keys=self.keys,
             values=self.values,
@@ -159,21 +163,25 @@ class DenseAttention(NamedTuple):
     """Attention of a batch of heads over the whole prefix.
 
     Args:
-        log_mass: for each fitted query, log sum over the prefix of exp(score), nats.
+        log_mass: for each query, log sum over the prefix of exp(score), nats.
         mass: the same sum with each query's largest score subtracted from its scores.
         outputs: attention over the prefix, times the weights.
         weights: what each query's error is multiplied by; at least a millionth of its factor.
         importance: for each slot, its attention weights times the queries' weights, squared and
-            summed over all queries.
+            summed over all queries, also over those that are not fitted to.
         order: the slots in the order in which they are kept.
+        rows, boosts: of ``HeadBatch.with_queries``, which makes the batch of these queries from
+            that of all.
     """
 
-    log_mass: Float[Tensor, "heads fitted"]
-    mass: Float[Tensor, "heads fitted"]
-    outputs: Float[Tensor, "heads fitted value_dim"]
-    weights: Float[Tensor, "heads fitted"]
+    log_mass: Float[Tensor, "heads queries"]
+    mass: Float[Tensor, "heads queries"]
+    outputs: Float[Tensor, "heads queries value_dim"]
+    weights: Float[Tensor, "heads queries"]
     importance: Float[Tensor, "heads prefix"]
     order: Int[Tensor, "heads prefix"]
+    rows: Int[Tensor, "heads queries"]
+    boosts: Float[Tensor, "heads queries"]
 
     def split(self) -> Iterator["DenseAttention"]:
         """The attention of each head alone, without the dimension of heads."""
@@ -185,7 +193,7 @@ class DenseAttention(NamedTuple):
         return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
 
     def order_alone(self) -> "DenseAttention":
-        """The order of one head's slots, without the attention of its queries."""
+        """The order of one head's slots and the choice of its queries, without their attention."""
         return DenseAttention(
             log_mass=self.log_mass[:0],
             mass=self.mass[:0],
@@ -193,19 +201,20 @@ class DenseAttention(NamedTuple):
             weights=self.weights[:0],
             importance=self.importance[:0],
             order=self.order.clone(),
+            rows=self.rows.clone(),
+            boosts=self.boosts.clone(),
         )
 
     def first_slots(self, num_slots: int) -> Int[Tensor, "heads slots"]:
         """The positions of the first slots in the order, ascending."""
         return self.order[:, :num_slots].sort(dim=-1).values
 
-    def add_chunk(self, batch: HeadBatch, boost: Tensor, rows: slice, space: Tensor) -> None:
+    def add_chunk(self, batch: HeadBatch, rows: slice, space: Tensor) -> None:
         """Write the results for some of the queries, and add these queries' share to the
         importance.
 
         Args:
             batch: the same heads.
-            boost: ``fit_boost`` of all fitted queries, (heads, fitted).
             rows: of the queries.
             space: memory for the scores, (heads, rows, prefix).
         """
@@ -217,20 +226,16 @@ class DenseAttention(NamedTuple):
         share_of_prefix = (log_sums - batch.log_elsewhere[:, rows]).sigmoid_()
         weights = batch.factors[:, rows] * share_of_prefix.clamp_min_(_LEAST_SHARE)
         weight_per_sum = weights / sums
-        row_boost = boost[:, rows]
-        num_fitted = row_boost.shape[1]
-        if num_fitted:
-            self.log_mass[:, rows] = log_sums[:, :num_fitted]
-            self.mass[:, rows] = sums[:, :num_fitted]
-            self.weights[:, rows] = weights[:, :num_fitted] * row_boost
-            outputs = torch.bmm(
-                exponentials[:, :num_fitted], batch.values, out=self.outputs[:, rows]
-            )
-            outputs.mul_((weight_per_sum[:, :num_fitted] * row_boost).unsqueeze(-1))
+        self.log_mass[:, rows] = log_sums
+        self.mass[:, rows] = sums
+        self.weights[:, rows] = weights
+        if self.outputs.shape[1]:
+            outputs = torch.bmm(exponentials, batch.values, out=self.outputs[:, rows])
+            outputs.mul_(weight_per_sum.unsqueeze(-1))
         squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
         self.importance.add_(squares.squeeze(1))
 
-    def set_past(self, batch: HeadBatch, past: PastAttention, boost: Tensor) -> None:
+    def set_past(self, batch: HeadBatch, past: PastAttention) -> None:
         """Put what the kept queries attended to in the place of their attention to the cache.
 
         Their importance for the slots stays.
@@ -238,7 +243,6 @@ class DenseAttention(NamedTuple):
         Args:
             batch: the same heads.
             past: of the batch.
-            boost: ``fit_boost`` of all fitted queries, (heads, fitted).
         """
         rows = past.rows
         num_slots = batch.keys.shape[1]
@@ -249,21 +253,24 @@ class DenseAttention(NamedTuple):
         whole = Attended(past.log_mass, past.outputs).joined(new)
         share_of_prefix = (whole.log_mass - batch.log_elsewhere[:, rows]).sigmoid()
         weights = batch.factors[:, rows] * share_of_prefix.clamp_min(_LEAST_SHARE)
-        weights = weights * boost[:, rows]
         largest = self.log_mass[:, rows] - self.mass[:, rows].log()
         self.mass[:, rows] = (whole.log_mass - largest).exp()
         self.log_mass[:, rows] = whole.log_mass
         self.weights[:, rows] = weights
-        self.outputs[:, rows] = whole.outputs * weights.unsqueeze(-1)
+        if self.outputs.shape[1]:
+            self.outputs[:, rows] = whole.outputs * weights.unsqueeze(-1)
 
 
-def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS) -> DenseAttention:
+def dense_attention(
+    batch: HeadBatch, *, outputs: bool = True, cpu_elements: int = CPU_CACHE_ELEMENTS
+) -> DenseAttention:
     """Attention of a batch of heads over the whole prefix.
 
     Some heads and some queries at a time, so that on a CPU their scores stay in its cache.
 
     Args:
         batch: of heads.
+        outputs: False: without them, for which the result has no rows.
         cpu_elements: most scores that exist at once on a CPU, if one query has no more.
     """
     num_heads, num_rows, _ = batch.queries.shape
@@ -274,14 +281,16 @@ def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS)
     heads_at_once = min(num_heads, heads_at_once)
     rows_at_once = rows_per_chunk(heads_at_once * prefix_len, device, cpu_elements=cpu_elements)
     rows_at_once = min(num_rows, rows_at_once)
-    boost = torch.ones_like(batch.factors) if batch.fit_boost is None else batch.fit_boost
+    numbers = batch.queries.new_empty(num_heads, num_rows)
     attention = DenseAttention(
-        log_mass=torch.empty_like(boost),
-        mass=torch.empty_like(boost),
-        outputs=batch.values.new_empty(*boost.shape, value_dim),
-        weights=torch.empty_like(boost),
+        log_mass=torch.empty_like(numbers),
+        mass=torch.empty_like(numbers),
+        outputs=batch.values.new_empty(num_heads, num_rows if outputs else 0, value_dim),
+        weights=torch.empty_like(numbers),
         importance=batch.values.new_zeros(num_heads, prefix_len),
         order=torch.empty(num_heads, prefix_len, dtype=torch.long, device=device),
+        rows=torch.arange(num_rows, device=device).expand(num_heads, -1),
+        boosts=numbers.new_ones(1).expand(num_heads, num_rows),
     )
     # all chunks write their scores to the same memory
     space = batch.queries.new_empty(heads_at_once, rows_at_once, prefix_len)
@@ -291,9 +300,9 @@ def dense_attention(batch: HeadBatch, *, cpu_elements: int = CPU_CACHE_ELEMENTS)
         for start in range(0, num_rows, rows_at_once):
             rows = slice(start, start + rows_at_once)
             chunk_space = space[: len(some_heads.keys), : num_rows - start]
-            target.add_chunk(some_heads, boost[heads], rows, chunk_space)
+            target.add_chunk(some_heads, rows, chunk_space)
     if batch.past is not None:
-        attention.set_past(batch, batch.past, boost)
+        attention.set_past(batch, batch.past)
     # stable: of equal importances, the earlier slot is kept
     order = attention.importance.sort(dim=-1, descending=True, stable=True).indices
     attention.order.copy_(order)

@@ -10,7 +10,8 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import HeadSlots
-from kvcat.compress.head_attention import HeadBatch, PastAttention
+from kvcat.compress.fitted_rows import fitted_attention, most_fitted
+from kvcat.compress.head_attention import DenseAttention, HeadBatch, PastAttention
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
 from kvcat.types import Float, Int, Tensor, at_least_float32
@@ -18,8 +19,6 @@ from kvcat.types import Float, Int, Tensor, at_least_float32
 T = TypeVar("T")
 HeadIndex = tuple[int, int, int]
 """Layer, example, KV head."""
-Piece = tuple[QuerySet, slice]
-"""Some queries of a source that follow each other."""
 
 
 class _Shape(NamedTuple):
@@ -52,11 +51,6 @@ class Heads:
         return sum(map(len, self.queries))
 
     @property
-    def num_fitted(self) -> int:
-        """The number of positions to whose queries log-bias and values are fitted."""
-        return sum(each.num_fitted for each in self.queries)
-
-    @property
     def is_causal(self) -> bool:
         """Whether some queries are in place, where they do not see all slots."""
         return any(each.is_causal for each in self.queries)
@@ -76,8 +70,8 @@ class Heads:
         """Heads of equal shape that get equally many slots and hold ``group_elements`` at most.
 
         These are the largest of: the scores of the fitted queries against the slots, the system of
-        equations, and the keys and values of the prefix. A head that holds more is a group by
-        itself.
+        equations, all queries, and the keys and values of the prefix. A head that holds more is a
+        group by itself.
 
         Args:
             sizes: slots that each head gets.
@@ -85,35 +79,17 @@ class Heads:
         shapes_and_sizes = {head: (shape, sizes[head]) for head, shape in self._shapes.items()}
         groups = []
         for (shape, size), heads in _by_value(shapes_and_sizes).items():
-            scores = shape.query_heads * self.num_fitted * size
+            num_queries = shape.query_heads * self.num_queries
+            scores = min(num_queries, most_fitted(shape.num_slots)) * size
             states = shape.num_slots * (shape.key_dim + shape.value_dim)
-            groups += self._limited(heads, held=max(scores, size * size, states))
+            held = max(scores, size * size, num_queries * shape.key_dim, states)
+            groups += self._limited(heads, held)
         return groups
 
     def _limited(self, heads: list[HeadIndex], held: int) -> list[list[HeadIndex]]:
         """The heads in groups of ``group_elements`` at most, where each head holds ``held``."""
         num_heads = max(1, self.group_elements // held)
         return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
-
-    def load(self, heads: list[HeadIndex]) -> HeadBatch:
-        """The tensors of a group of heads with all queries.
-
-        Fitted queries of every source come first, then the others of every source; those of one
-        position follow each other by query head.
-        """
-        pieces = self._fitted_pieces()
-        for each in self.queries:
-            if len(each) > each.num_fitted:
-                pieces.append((each, slice(each.num_fitted, len(each))))
-        return self._load(heads, pieces)
-
-    def load_fitted(self, heads: list[HeadIndex]) -> HeadBatch:
-        """As ``load``, without the queries that only choose keys."""
-        return self._load(heads, self._fitted_pieces())
-
-    def _fitted_pieces(self) -> list[Piece]:
-        """The fitted queries of every source."""
-        return [(each, slice(0, each.num_fitted)) for each in self.queries]
 
     @cached_property
     def _shapes(self) -> dict[HeadIndex, _Shape]:
@@ -130,8 +106,11 @@ class Heads:
                     )
         return shapes
 
-    def _load(self, heads: list[HeadIndex], pieces: list[Piece]) -> HeadBatch:
-        """The tensors of a group of heads with some queries of every source."""
+    def load(self, heads: list[HeadIndex]) -> HeadBatch:
+        """The tensors of a group of heads with the queries of every source.
+
+        Those of one position follow each other by query head.
+        """
         slots = HeadSlots.stacked(
             [
                 self.prefix.layers[layer].present_head(example, head)
@@ -141,28 +120,26 @@ class Heads:
         keys = slots.keys
         query_heads = self.prefix.trace.layers[heads[0][0]].query_heads
         num_heads, num_slots, key_dim = keys.shape
-        num_queries = sum(rows.stop - rows.start for _, rows in pieces)
         # (heads, positions, query heads, channels), filled layer by layer and source by source
-        queries = keys.new_empty(num_heads, num_queries, query_heads, key_dim)
-        log_elsewhere = keys.new_empty(num_heads, num_queries, query_heads)
+        queries = keys.new_empty(num_heads, self.num_queries, query_heads, key_dim)
+        log_elsewhere = keys.new_empty(num_heads, self.num_queries, query_heads)
         num_loaded = 0
         for (layer, example), of_layer in groupby(heads, key=lambda head: head[:2]):
             rows = _query_head_rows(of_layer, query_heads)
             place = slice(num_loaded, num_loaded + len(rows) // query_heads)
             trace_layer = self.prefix.trace.layers[layer]
             first = 0
-            for source, chosen in pieces:
-                to = slice(first, first + chosen.stop - chosen.start)
-                by_head = source.of_heads(layer, trace_layer.number, example, rows, chosen)
+            for source in self.queries:
+                to = slice(first, first + len(source))
+                by_head = source.of_heads(layer, trace_layer.number, example, rows)
                 torch.mul(
                     _by_position(by_head, query_heads), trace_layer.scale, out=queries[place, to]
                 )
-                elsewhere = source.log_elsewhere[layer][example, rows, chosen]
+                elsewhere = source.log_elsewhere[layer][example, rows]
                 log_elsewhere[place, to] = _by_position(elsewhere, query_heads)
                 first = to.stop
             num_loaded = place.stop
-        weights = torch.cat([source.weights[chosen] for source, chosen in pieces])
-        boost = torch.cat([torch.full([each.num_fitted], each.boost) for each in self.queries])
+        weights = torch.cat([source.weights for source in self.queries])
         return HeadBatch(
             queries=queries.flatten(1, 2),
             factors=_of_every_head(weights.to(keys), query_heads, num_heads),
@@ -170,12 +147,14 @@ class Heads:
             keys=keys,
             values=slots.values,
             log_bias=slots.log_bias,
-            last_seen=self._last_seen(num_slots, pieces, query_heads, num_heads),
-            fit_boost=_of_every_head(boost.to(keys), query_heads, num_heads),
+            last_seen=self._last_seen(num_slots, query_heads, num_heads),
             past=self._past(heads, query_heads),
-            num_supervising=query_heads
-            * sum(each.num_fitted for each in self.queries if not each.is_own),
+            num_supervising=query_heads * sum(len(q) for q in self.queries if not q.is_own),
         )
+
+    def fitted_attention(self, heads: list[HeadIndex]) -> tuple[HeadBatch, DenseAttention]:
+        """A group of heads with the queries that are fitted to, and their attention."""
+        return fitted_attention(self.load(heads))
 
     def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:
         """What the kept queries attended to before it was compressed; None: there are none."""
@@ -183,7 +162,7 @@ class Heads:
         for kept in self.queries:
             if kept.log_mass:
                 break
-            first_row += kept.num_fitted * query_heads
+            first_row += len(kept) * query_heads
         else:
             return None
         log_mass: list[Tensor] = []
@@ -201,7 +180,7 @@ class Heads:
         )
 
     def _last_seen(
-        self, num_slots: int, pieces: list[Piece], query_heads: int, num_heads: int
+        self, num_slots: int, query_heads: int, num_heads: int
     ) -> Int[Tensor, "heads queries"] | None:
         """Last slot that each query sees, if some of them are in place.
 
@@ -209,7 +188,7 @@ class Heads:
         """
         if not self.is_causal:
             return None
-        positions = torch.cat([source.positions[chosen] for source, chosen in pieces])
+        positions = torch.cat([source.positions for source in self.queries])
         last = num_slots - 1 - self.prefix.num_unprotected_after[positions]
         device = self.prefix.layers[0].keys.device
         return _of_every_head(last.to(device), query_heads, num_heads)

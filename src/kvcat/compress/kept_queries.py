@@ -1,8 +1,8 @@
 """A sample of the queries of what is compressed, and what they attended to, for later fits.
 
-A kept query is moved to a fixed place ahead of the text, not behind the last token like the others:
-its attention to a text is then the same in every compression, so that what it attended to while the
-text was exact stays what the fit is to reproduce.
+Kept queries sit at a fixed position after the text, whereas the others are moved to its end. Their
+attention to a text is then the same in every compression, so that their recorded attention to the
+exact text stays the target of later fits.
 """
 
 import math
@@ -43,7 +43,7 @@ def keep_queries(trace: Trace, count: int, places: int = PLACES) -> QuerySet | N
     Raises:
         ValueError: kept queries of an earlier place.
     """
-    moved = own_queries(trace, fit_all=True)
+    moved = own_queries(trace)
     if moved is None:
         return None
     place = _place(trace.prefix_len, places)
@@ -62,10 +62,9 @@ def keep_queries(trace: Trace, count: int, places: int = PLACES) -> QuerySet | N
 
 
 def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
-    """The trace with its kept queries moved on, if they are placed before the end of the prefix.
+    """The trace with its kept queries at the next place, once the prefix has reached theirs.
 
-    What they attended to changes by as much as their attention to the slots of the compact cache
-    does.
+    Their recorded attention changes as their attention to the compact slots does.
 
     Args:
         trace: with the ranges that are protected.
@@ -144,7 +143,6 @@ def _attended(prefix: Prefix, layer: int, queries: QuerySet, place: int, slots: 
 
     Args:
         prefix: of the slots.
-        layer: of the prefix.
         queries: at the positions of their tokens, in 8 bits.
         place: to which the parts of the queries are moved.
         slots: of the prefix.
@@ -182,7 +180,6 @@ def _joined(first: QuerySet, second: QuerySet) -> QuerySet:
         positions=torch.cat([first.positions, second.positions]),
         weights=torch.cat([first.weights, second.weights]),
         log_elsewhere=joined("log_elsewhere"),
-        num_fitted=len(first) + len(second),
         starts=torch.cat([first.starts, second.starts]),  # type: ignore[list-item]
         log_mass=joined("log_mass"),
         outputs=joined("outputs"),

@@ -62,7 +62,7 @@ class Prefix:
     @property
     def num_protected(self) -> int:
         """The number of protected slots in every head."""
-        return num_positions(self.trace.protected)
+        return self.trace.num_protected
 
     @property
     def max_slots(self) -> int:
@@ -110,7 +110,6 @@ def protecting(trace: Trace, ranges: Sequence[Any]) -> Trace:
     """The trace with protected tokens, whose slots every compressor keeps as they are.
 
     Args:
-        trace: of the prefix.
         ranges: pairs of a first position and the position after the last one, in the prefix.
             Ranges that overlap are joined. Tokens in a compact cache can only be protected again
             as they were before. No range: the trace as it is.
@@ -132,7 +131,7 @@ def protecting(trace: Trace, ranges: Sequence[Any]) -> Trace:
             f"protect={range_text(in_past) or 'no tokens'} of the {trace.past_len} tokens in the "
             f"compact cache, which protects {held}: protect the same ones again"
         )
-    return replace(trace, protected=joined)
+    return replace(trace, text=replace(trace.text, protected=joined))
 
 
 def joined_ranges(ranges: Sequence[Any], num_tokens: int) -> tuple[Range, ...]:

@@ -45,7 +45,6 @@ def checked_queries(model: PreTrainedModel, attentions: Sequence[Any]) -> Iterat
     The first call for a model compares the queries of a few tokens in every layer.
 
     Args:
-        model: a causal LM.
         attentions: its attention modules, first to last.
     """
     if model not in _TESTED:

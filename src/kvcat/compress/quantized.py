@@ -1,4 +1,4 @@
-"""Any method with its caches in few bits, and slots and bits for a number of bytes."""
+"""Slots and bits of a cache for a number of bytes."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,6 @@ def slots_and_bits(
     (docs/log.md).
 
     Args:
-        trace: of the prefix.
         num_bytes: of all examples together, with the states that are kept whole.
         choices: bits to choose from, the first of which do not hold the whole prefix; None among
             them is the type of the trace.

@@ -20,9 +20,6 @@ from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.types import Float, Tensor, at_least_float32
 
-FITTED_PER_TOKEN = 1.5
-"""The prefix's own queries to which each KV head is fitted, for each token of the prefix."""
-
 
 def usual_own_weight(trace: Trace) -> float:
     """The weight of the prefix's own queries where none is named.
@@ -82,7 +79,6 @@ def _supervising_sets(trace: Trace, *, has_moved: bool) -> list[QuerySet]:
         positions=positions,
         weights=torch.ones(len(positions)),
         log_elsewhere=_no_mass([states[..., 0] for states in trace.queries]),
-        num_fitted=len(positions),
         is_causal=is_self,
     )
     if is_self:
@@ -114,19 +110,12 @@ def _moved_sets(trace: Trace) -> list[QuerySet]:
     return [replace(kept, weights=weights, rotation=moved.rotation), moved]
 
 
-def own_queries(trace: Trace, *, fit_all: bool = False) -> QuerySet | None:
+def own_queries(trace: Trace) -> QuerySet | None:
     """The queries of each part of the prefix, as if the part were repeated right after the prefix.
 
     Of a compact cache's tokens there are no queries. The result is None if the model's keys cannot
     be moved to other positions.
-
-    The last part comes first. All positions select keys. If query heads share a KV head, log-bias
-    and values are fitted only to evenly spaced positions: with at least twice as many queries as
-    ``FITTED_PER_TOKEN``, they are thinned to between one and two times this number.
-
-    Args:
-        trace: of the prefix.
-        fit_all: log-bias and values are fitted to all positions.
+    The last part comes first.
     """
     rotation = trace.rotation
     if rotation is None:
@@ -137,20 +126,12 @@ def own_queries(trace: Trace, *, fit_all: bool = False) -> QuerySet | None:
     rows = torch.isin(trace.prefix_positions, positions).nonzero().squeeze(1)
     part_numbers = (positions - prefix_len) // part_len  # -1 is the last part
     starts = (prefix_len + part_numbers * part_len).clamp_min(trace.past_len)
-    last_part_first = part_numbers.argsort(descending=True, stable=True)
-
-    num_queries = trace.layers[0].query_heads * len(positions)
-    stride = 1 if fit_all else max(1, int(num_queries / (FITTED_PER_TOKEN * prefix_len)))
-    places = torch.arange(len(positions))
-    is_fitted = places % stride == 0
-    order = last_part_first[torch.cat([places[is_fitted], places[~is_fitted]])]
+    order = part_numbers.argsort(descending=True, stable=True)
     moved = QuerySet(
         states=[layer.prefix_queries for layer in trace.layers],
         positions=positions[order],
         weights=torch.ones(len(order)),
         log_elsewhere=_no_mass([layer.prefix_queries[:, :, rows, 0] for layer in trace.layers]),
-        num_fitted=int(is_fitted.sum()),
-        boost=stride**0.5,  # one fitted query represents as many squared errors as the stride
         rows=rows[order],
         starts=starts[order],
         place=prefix_len,

@@ -79,7 +79,7 @@ class QuerySet:
 
     A query's error is weighted by w m / (m + e), where w is its weight, m its attention mass on the
     slots that are fitted, and e that elsewhere, so that the quotient is the share of its attention
-    that goes to these slots. The first queries are fitted to; the others only select keys.
+    that goes to these slots.
 
     Args:
         states: per layer, after rotation at the positions of their tokens.
@@ -88,8 +88,6 @@ class QuerySet:
         log_elsewhere: per layer, for each query, the log of its attention mass on keys that are not
             fitted: those of its own text that it sees, sinks and protected slots; -inf if all
             queries count equally.
-        num_fitted: number of the first queries, to which log-bias and values are fitted.
-        boost: further factor of the weights of these queries in the fit.
         rows: index of each query in ``states``; None: all in their order.
         starts: position at which the part of each query begins; None: queries are not moved.
         place: position to which the beginning of each part is moved.
@@ -108,8 +106,6 @@ class QuerySet:
     positions: Int[Tensor, " queries"]
     weights: Float[Tensor, " queries"]
     log_elsewhere: Sequence[Float[Tensor, "batch heads queries"]]
-    num_fitted: int
-    boost: float = 1.0
     rows: Int[Tensor, " queries"] | None = None
     starts: Int[Tensor, " queries"] | None = None
     place: int = 0
@@ -135,9 +131,9 @@ class QuerySet:
         return sum(tensor.nbytes for tensor in each)
 
     def of_heads(
-        self, layer: int, number: int, example: int, heads: list[int], queries: slice = slice(None)
+        self, layer: int, number: int, example: int, heads: list[int]
     ) -> Float[Tensor, "heads queries head_dim"]:
-        """Some queries of some query heads, where the fit has them.
+        """The queries of some query heads, where the fit has them.
 
         They are rotated at every call, instead of being kept in memory twice.
 
@@ -146,23 +142,22 @@ class QuerySet:
             number: of this layer in the model.
             example: row of the batch.
             heads: query heads.
-            queries: of the set.
         """
         states = self.states[layer][example]
         head_rows = torch.tensor(heads, device=states.device)
         if isinstance(states, Rows):
-            places = torch.arange(len(self)) if self.rows is None else self.rows
-            in_place = states.selected(0, head_rows).selected(1, places[queries]).numbers()
+            rounded = states.selected(0, head_rows)
+            in_place = (rounded if self.rows is None else rounded.selected(1, self.rows)).numbers()
         elif self.rows is None:
-            in_place = states.index_select(0, head_rows)[:, queries]
+            in_place = states.index_select(0, head_rows)
         else:
-            held_rows = self.rows[queries].to(states.device)
+            held_rows = self.rows.to(states.device)
             flat_rows = head_rows.unsqueeze(1) * states.shape[1] + held_rows  # (heads, queries)
             in_place = states.flatten(0, 1).index_select(0, flat_rows.flatten())
             in_place = in_place.unflatten(0, flat_rows.shape)
         if self.rotation is None or self.starts is None:
             return in_place
-        shifts = self.place - self.starts[queries]
+        shifts = self.place - self.starts
         return self.rotation(in_place.unsqueeze(0), number, shifts).squeeze(0)
 
     def of_layer(self, layer: int, number: int) -> Float[Tensor, "batch heads queries head_dim"]:
@@ -205,7 +200,7 @@ class QuerySet:
         return replace(self, log_elsewhere=[torch.logaddexp(*both) for both in pairs])
 
     def selected(self, rows: Int[Tensor, " rows"]) -> "QuerySet":
-        """Some of the queries; those that are fitted to come first, as before."""
+        """Some of the queries, in the order of the rows."""
         held = rows if self.rows is None else self.rows[rows]
         return replace(
             self,
@@ -213,7 +208,6 @@ class QuerySet:
             positions=self.positions[rows],
             weights=self.weights[rows],
             log_elsewhere=[_selected(mass, rows) for mass in self.log_elsewhere],
-            num_fitted=int((rows < self.num_fitted).sum()),
             rows=None,
             starts=None if self.starts is None else self.starts[rows],
             repeated=None if self.repeated is None else self.repeated[rows],

@@ -8,7 +8,7 @@ import torch
 from tqdm.auto import tqdm
 
 from kvcat.cache import CompactLayer, HeadSlots, Layer
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention
+from kvcat.compress.head_attention import DenseAttention, HeadBatch
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.lbfgs import minimise
 from kvcat.errors import InputError
@@ -54,7 +54,7 @@ class Objective:
 
     where V is the minimiser for these scores. p_i is the share of query i's attention that goes to
     the prefix, p_i(x) the same with the mass of the slots, f_i = w_i / p_i, and c^2 the mean of
-    |o_i|^2 with weights w_i^2. mu is ``ridge`` times the mean over the slots but the largest of
+    |o_i|^2 with weights w_i^2. mu is ``ridge`` times the mean over all slots except the largest of
     sum_i w_i^2 A_ij^2 at the start.
 
     Args:
@@ -108,15 +108,14 @@ class Objective:
             ridge: pull of the values towards those of the start.
             log_bias: False: the log-bias stays as it is.
         """
-        num_fitted = dense.weights.shape[1]
-        queries = batch.queries[:, :num_fitted]
-        later = batch.log_elsewhere[:, :num_fitted]
-        share = (dense.log_mass - later).sigmoid()
+        queries = batch.queries
+        share = (dense.log_mass - batch.log_elsewhere).sigmoid()  # p_i: the rest goes elsewhere
         squares = dense.weights.square()
         norm = dense.outputs.square().sum((1, 2)).clamp_min(_TINY)
         mean_output = (norm / squares.sum(1).clamp_min(_TINY)).sqrt()
         factors = dense.weights / share.clamp_min(_LEAST_SHARE)
 
+        # whitened: |x s|^2 of a slot is the mean square of its change of score over the queries
         query_weights = squares / squares.sum(1, keepdim=True).clamp_min(_TINY)
         mean_query = (query_weights.unsqueeze(-1) * queries).sum(1, keepdim=True)
         centred = queries - mean_query
@@ -129,9 +128,11 @@ class Objective:
 
         start_scores = queries @ start.keys.mT + start.bias_or_zeros().unsqueeze(1)
         attention = torch.softmax(start_scores, -1)
+        # s: slots whose scores matter little may move further
         curvature = _curvature(attention, dense, start.values) / norm.unsqueeze(1)
         floor = _LEAST_CURVATURE * curvature.mean(1, keepdim=True)
         scale = (curvature + floor).clamp_min(_TINY).rsqrt().unsqueeze(-1)
+        # without the largest column, the attention sink's, which would set the pull of all others
         slot_squares = (attention * dense.weights.unsqueeze(-1)).square().sum(1)
         num_others = max(1, slot_squares.shape[1] - 1)
         mean_of_others = (slot_squares.sum(1) - slot_squares.amax(1)) / num_others
@@ -143,7 +144,7 @@ class Objective:
             start_scores=start_scores,
             weights=dense.weights,
             outputs=dense.outputs,
-            log_elsewhere=later,
+            log_elsewhere=batch.log_elsewhere,
             share=share,
             share_weights=mean_output.unsqueeze(1) * factors,
             scale=scale,
@@ -210,10 +211,12 @@ class Objective:
         gram = gram / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
         gram.diagonal(dim1=-2, dim2=-1).fill_(1 + _LEAST_RIDGE)
         factor, info = torch.linalg.cholesky_ex(gram)
+        # (A^T A + mu I) change = A^T error, with columns A of length 1
         right = (weighted.mT @ error) / lengths.unsqueeze(-1)
         change = torch.cholesky_solve(right, factor) / lengths.unsqueeze(-1)
         is_solved = (info == 0) & change.isfinite().all(-1).all(-1)
         change = torch.where(is_solved.view(-1, 1, 1), change, 0.0)
+        # w (A V - o): the error that is left, with the opposite sign
         return change, torch.baddbmm(error, weighted, change, beta=-1), is_solved
 
 
@@ -264,12 +267,12 @@ def refine_layers(
         whole = heads.prefix.layers[layer].present_head(example, head)
         if sizes[group[0]] == len(whole):
             continue
-        batch = heads.load_fitted(group)
+        batch, dense = heads.fitted_attention(group)
         before = [slots_of_heads[index] for index in group]
         has_bias = before[0].log_bias is not None
         objective = Objective.of(
             batch,
-            dense_attention(batch),
+            dense,
             HeadSlots.stacked(before),
             pull=pull,
             ridge=ridge,

@@ -5,9 +5,7 @@ from dataclasses import replace
 import torch
 
 from kvcat.cache import CompactCache, CompactLayer, HeadSlots
-from kvcat.compress.budgets import attention_and_curves
 from kvcat.compress.fitting import fit_to_dense
-from kvcat.compress.head_attention import DenseAttention
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
@@ -25,7 +23,7 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
 
     Args:
         trace: dense trace of the cache's tokens.
-        cache: in ordinary numbers.
+        cache: unquantised.
 
     Raises:
         InputError: a trace with supervision "self" of a model whose queries cannot be moved.
@@ -34,14 +32,10 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
     heads = Heads(prefix, fitted_queries(prefix, 1.0, by_share=True))
     if heads.is_causal:
         raise InputError("the trace has no queries after its prefix to fit to")
-    dense, _ = attention_and_curves(heads, ())
     layers = []
     for index, layer in enumerate(cache.ordinary_layers()):
         grid = [
-            [
-                _refit_head(heads, dense[index, example, head], (index, example, head), slots)
-                for head, slots in enumerate(row)
-            ]
+            [_refit_head(heads, (index, example, head), slots) for head, slots in enumerate(row)]
             for example, row in enumerate(layer.heads())
         ]
         layers.append(CompactLayer.of_heads(grid))
@@ -49,12 +43,9 @@ def refit_slots(trace: Trace, cache: CompactCache) -> CompactCache:
     return replace(cache, layers=layers, record=record)
 
 
-def _refit_head(
-    heads: Heads, dense: DenseAttention, place: HeadIndex, slots: HeadSlots
-) -> HeadSlots:
+def _refit_head(heads: Heads, place: HeadIndex, slots: HeadSlots) -> HeadSlots:
     """One head's slots with the log-bias and values of the fit."""
-    batch = heads.load_fitted([place])
+    batch, dense = heads.fitted_attention([place])
     scores = batch.scores(keys=at_least_float32(slots.keys)[None])
-    of_head = DenseAttention(*(tensor[None] for tensor in dense))
-    bias, values, _ = fit_to_dense(scores, of_head, at_least_float32(slots.values)[None])
+    bias, values, _ = fit_to_dense(scores, dense, at_least_float32(slots.values)[None])
     return replace(slots, values=values[0].to(slots.values.dtype), log_bias=bias[0])

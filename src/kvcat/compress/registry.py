@@ -32,7 +32,7 @@ def make_compressor(name: str, /, **options: Any) -> Compressor:
 
     Args:
         name: one of ``compressor_names``, or "kvpress:" and the name of a press of kvpress.
-        options: fields of the compressor's dataclass; and ``bits`` for caches in few bits (8 or 4;
+        options: fields of the compressor's dataclass; and ``bits`` for quantised caches (8 or 4;
             ``Compressor``).
 
     Raises:
@@ -69,7 +69,7 @@ def seeded_compressors(
     compressor = make_compressor(name, **options)
     if "seed" in options or not compressor.draws:
         return [(None, compressor)]
-    return [(seed, make_compressor(name, **options, seed=seed)) for seed in seeds]
+    return [(seed, compressor.with_seed(seed)) for seed in seeds]
 
 
 def _plugin(name: str) -> type[Compressor] | type[Scorer]:

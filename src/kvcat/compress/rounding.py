@@ -1,10 +1,10 @@
-"""Keys and values in few bits, rounded one after the other so that later ones make up for earlier.
+"""Quantises keys and values one by one; later ones compensate for earlier errors (GPTQ).
 
 A rounding error e costs e G e, where the matrix G says which errors matter together: for a key,
 G = sum_i w_i^2 q_i q_i^T over the queries, so that e G e is the squared error of the key's scores;
 for the values of a head, G = A^T A over the slots, with A the weighted attention, so that e G e is
 the squared error of the outputs. After each rounding, the numbers that are not rounded yet move to
-where the cost is least (GPTQ).
+where the cost is least.
 
 References: Frantar et al. 2023, arXiv:2210.17323.
 """
@@ -24,7 +24,7 @@ _BLOCK = 64
 
 
 class RoundedKeys(NamedTuple):
-    """Keys of a batch of heads in few bits; the first key of each head is in half precision."""
+    """Quantised keys of a batch of heads; the first key of each head is in half precision."""
 
     codes: UInt8[Tensor, "heads packed head_dim"]
     grid: Grid  # (heads, groups, head_dim)
@@ -32,7 +32,7 @@ class RoundedKeys(NamedTuple):
 
 
 class RoundedValues(NamedTuple):
-    """Values of a batch of heads in few bits; the first value of each head is in half precision."""
+    """Quantised values of a batch of heads; the first value of each head is in half precision."""
 
     codes: UInt8[Tensor, "heads packed value_dim"]
     grid: Grid  # (heads, packed, groups of channels)
@@ -40,7 +40,7 @@ class RoundedValues(NamedTuple):
 
 
 class RoundedHeads(NamedTuple):
-    """Keys and values of a batch of heads in few bits."""
+    """Quantised keys and values of a batch of heads."""
 
     keys: RoundedKeys
     values: RoundedValues
@@ -63,7 +63,7 @@ def round_keys_together(
     queries: Float[Tensor, "heads queries head_dim"],
     bits: int,
 ) -> RoundedKeys:
-    """Keys in few bits, so that the squared errors of their scores are small.
+    """Quantised keys, so that the squared errors of their scores are small.
 
     Channel after channel is rounded, those with the largest queries first. Each has scale and
     offset for every group of slots.
@@ -84,11 +84,12 @@ def round_keys_together(
     codes = torch.empty_like(remaining, dtype=torch.uint8)
     numbers = torch.empty_like(remaining)
     grids = []
+    repeats = torch.tensor(sizes, device=keys.device)  # slots of each group
     for channel in range(head_dim if sizes else 0):
         column = remaining[..., channel]
         group_grids = [Grid.over(group, 1, bits) for group in column.split(sizes, dim=1)]
         grid = Grid(*(torch.cat(tensors, dim=1) for tensors in zip(*group_grids, strict=True)))
-        by_slot = Grid(*(_for_slots(tensor, sizes) for tensor in grid))
+        by_slot = Grid(*(tensor.repeat_interleave(repeats, dim=1) for tensor in grid))
         codes[..., channel] = by_slot.codes(column, bits)
         numbers[..., channel] = by_slot.numbers(codes[..., channel], keys.dtype)
         error = column - numbers[..., channel]
@@ -110,7 +111,7 @@ def round_values_together(
     attention: Float[Tensor, "heads queries slots"],
     bits: int,
 ) -> RoundedValues:
-    """Values in few bits, so that the squared errors of the attention outputs are small.
+    """Quantised values, so that the squared errors of the attention outputs are small.
 
     Slot after slot is rounded, those with the most attention first.
 
@@ -186,12 +187,6 @@ def _feedback(
     identity = torch.eye(size, dtype=gram.dtype, device=gram.device).expand_as(factor)
     inverse = torch.linalg.solve_triangular(factor, identity, upper=True)
     return inverse / inverse.diagonal(dim1=-2, dim2=-1).unsqueeze(-1)
-
-
-def _for_slots(by_group: Float[Tensor, "heads groups"], sizes: list[int]) -> Tensor:
-    """The scale or offset of every slot, from those of the groups."""
-    counts = torch.tensor(sizes, device=by_group.device)
-    return by_group.repeat_interleave(counts, dim=1)
 
 
 def _unordered(states: Tensor, order: Int[Tensor, "heads rows"], dim: int) -> Tensor:

@@ -57,8 +57,8 @@ def split_prefix(prefix: Prefix, queries: Sequence[QuerySet], least_size: int) -
 class Segments(Sequence[Heads]):
     """The heads of each segment of a prefix, with the queries to which its slots are fitted.
 
-    These are all queries whose text is the segment's. Of the others, evenly spaced ones among those
-    that are fitted to are used, each with the weight of those that it represents.
+    These are all queries whose text is the segment's. Of the others, evenly spaced ones are used,
+    each with the weight of those that it represents.
 
     The queries of a segment are chosen whenever its heads are asked for: those of all segments at
     once would need much more memory than the trace's.
@@ -104,7 +104,7 @@ class Segments(Sequence[Heads]):
             positions = each.positions if each.repeated is None else each.repeated
             is_inside = (positions >= start) & (positions < stop)
             numbers = torch.arange(len(each))
-            is_sampled = (numbers % self.stride == 0) & (numbers < each.num_fitted)
+            is_sampled = numbers % self.stride == 0
             rows = (is_inside | is_sampled).nonzero().squeeze(1)
             if not len(rows):
                 continue

@@ -16,7 +16,7 @@ from kvcat.cache import (
     document_digests,
     first_ids,
 )
-from kvcat.cache.ranges import Range, slot_positions
+from kvcat.cache.ranges import Range, num_positions, slot_positions
 from kvcat.compress.query_set import QuerySet
 from kvcat.errors import InputError, finite
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
@@ -60,6 +60,7 @@ class TracedText:
         rope: the rotary factors of all keys and queries, "short" or "long"; None if they do not
             depend on the length of the text.
         room: number of tokens that were planned to follow the prefix; None: those of the suffix.
+        protected: ranges of tokens whose slots every compressor keeps (``protecting``), ascending.
     """
 
     input_ids: Int[Tensor, "batch tokens"]
@@ -70,6 +71,7 @@ class TracedText:
     chat_template: str = ""
     rope: Factors | None = None
     room: int | None = None
+    protected: tuple[Range, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,6 @@ class Trace:
             ones and the last 32, or all with "self". Positions in a compact cache have no queries.
         hidden: input of the output head, from the last position of the prefix on.
         past: the compact cache of the first tokens; None: the pass is dense.
-        protected: ranges of tokens whose slots every compressor keeps (``protecting``), ascending.
         states: of the layers that are not compressed, after the prefix, by number of the layer
             (``CompactCache``).
         sources: queries of the parts of a long prefix, repeated after it, and the prefix's own
@@ -151,7 +152,6 @@ class Trace:
     prefix_positions: Int[Tensor, " sampled"]
     hidden: Float[Tensor, "batch positions hidden"]
     past: Past | None = None
-    protected: tuple[Range, ...] = ()
     states: Mapping[int, LayerState] = field(default_factory=dict)
     sources: Sequence[QuerySet] = ()
 
@@ -164,6 +164,16 @@ class Trace:
     def prefix_len(self) -> int:
         """The number of tokens to compress."""
         return self.text.prefix_len
+
+    @property
+    def protected(self) -> tuple[Range, ...]:
+        """Ranges of the tokens whose slots every compressor keeps."""
+        return self.text.protected
+
+    @property
+    def num_protected(self) -> int:
+        """The number of protected tokens, and of protected slots in every head."""
+        return num_positions(self.protected)
 
     @property
     def suffix_ids(self) -> Int[Tensor, "batch suffix"]:

@@ -2,27 +2,18 @@
 
 corpus -> batches of equal length -> caches in a store, rows in its manifest
 """
+# isort: skip_file
 
-from kvcat.corpus.compressor import CorpusCompressor
-from kvcat.corpus.manifest import Row
-from kvcat.corpus.run import CorpusResult, compress_corpus, fill_store
-from kvcat.corpus.settings import CorpusSettings
-from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files, left_out, read_corpus
-from kvcat.corpus.store import CHAT_STORE, Store, check_store
-
-__all__ = [
-    "CHAT_STORE",
-    "Corpus",
-    "CorpusCompressor",
-    "CorpusDocument",
-    "CorpusResult",
-    "CorpusSettings",
-    "Row",
-    "Store",
-    "check_store",
-    "compress_corpus",
-    "corpus_files",
-    "fill_store",
-    "left_out",
-    "read_corpus",
-]
+# fmt: off
+from kvcat.corpus.compressor import CorpusCompressor as CorpusCompressor
+from kvcat.corpus.manifest import Row as Row
+from kvcat.corpus.run import (
+    CorpusResult as CorpusResult, compress_corpus as compress_corpus, fill_store as fill_store,
+)
+from kvcat.corpus.settings import CorpusSettings as CorpusSettings
+from kvcat.corpus.sources import (
+    Corpus as Corpus, CorpusDocument as CorpusDocument, corpus_files as corpus_files,
+    left_out as left_out, read_corpus as read_corpus,
+)
+from kvcat.corpus.store import CHAT_STORE as CHAT_STORE, Store as Store, check_store as check_store
+# fmt: on

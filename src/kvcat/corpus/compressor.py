@@ -86,8 +86,6 @@ class CorpusCompressor:
 
     Args:
         model, tokenizer: the ones that will answer.
-        settings: how caches are made.
-        storage: files of the store.
     """
 
     def __init__(

@@ -39,8 +39,6 @@ class RayCompressor:
     Args:
         model: folder or Hub name, readable on every node.
         store: address, writable on every node.
-        settings: how caches are made.
-        device: torch device.
         dtype: type of the weights.
     """
 

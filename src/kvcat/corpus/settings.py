@@ -8,9 +8,10 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.compress import Compressor
-from kvcat.compress.calibration import budget_digests, budget_files, load_budgets
+from kvcat.compress.calibration import budget_digests, load_budgets
 from kvcat.compress.document_cache import document_compressor
 from kvcat.errors import InputError
+from kvcat.options import budget_files
 from kvcat.settings import CacheSettings
 from kvcat.text.template import ChatTemplate
 

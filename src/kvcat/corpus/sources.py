@@ -56,11 +56,7 @@ class CorpusDocument:
 
 
 class Content(NamedTuple):
-    """What identifies a document's text, and what it costs.
-
-    Args:
-        checksum: hash of the text.
-    """
+    """What identifies a document's text, and what it costs."""
 
     checksum: str
     num_characters: int

@@ -204,7 +204,6 @@ class RemoteStorage(Storage):
     """Files below an address of fsspec whose writes are whole, such as an object store's.
 
     Args:
-        filesystem: of fsspec.
         root: path in it.
         address: for messages.
     """

@@ -139,7 +139,6 @@ class StoreWriter:
     """A store that this process writes to; see ``open_writer``.
 
     Args:
-        storage: files of the store.
         listed: rows of the manifest.
         journal: name of the log of this process.
         fingerprint: of the store's model.
@@ -160,11 +159,7 @@ class StoreWriter:
         self._last_append = self._start
 
     def has(self, id: str, checksum: str) -> bool:
-        """Whether the store had the cache of a text under an id when it was opened.
-
-        Args:
-            checksum: of its text.
-        """
+        """Whether the store had the cache of a text under an id when it was opened."""
         row = self.rows.get(id)
         if row is None or row.error is not None or row.checksum != checksum:
             return False
@@ -202,7 +197,6 @@ def open_writer(
 
     Args:
         address: as in ``Store``; a new store is made.
-        settings: settings of all caches.
         shard: number and count of the parts, where this process writes one part; None: all.
 
     Raises:
@@ -327,7 +321,6 @@ def _finished_logs(logs: Mapping[str, Sequence[Row]], writer: StoreWriter) -> li
     began is in every manifest that is written since then.
 
     Args:
-        logs: rows by name.
         writer: of this process, whose log counts if there is no other.
     """
 

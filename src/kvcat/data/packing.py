@@ -151,7 +151,6 @@ def pack(
 
     Args:
         documents: read only as far as needed.
-        encoder: encoder of their text.
         seq_len: tokens of a sequence.
         max_sequences: None: as many as the documents give.
 

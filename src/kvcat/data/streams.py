@@ -180,7 +180,6 @@ class TokenLoader:
     """Reads the next sequence of each stream in a thread, one step before it is used.
 
     Args:
-        plan: plan of all streams.
         streams: that this process reads; None: all.
     """
 
@@ -316,9 +315,7 @@ def open_tokens(
         tokenizer: with a fast form and an EOS token.
         seq_len: tokens of a sequence.
         batch_size: sequences per step, over all processes; the number of streams.
-        max_steps: steps of the run.
         validation_sequences: at most so many.
-        seed: seed of the order.
         streams: see ``TokenLoader``.
         revision: commit of a Hub data set; None: the newest.
         bos: what each document begins with (``opening_ids``).

@@ -12,14 +12,13 @@ from kvcat.stats.records import Record
 from kvcat.stats.samples import record_table, samples_by_cell
 from kvcat.stats.summary import (
     COMPARISON,
-    compare_models,
     comparison_pairs,
     comparisons_with,
-    summarise,
     summary_of,
 )
+from kvcat.stats.summary import compare_models as compare_models
+from kvcat.stats.summary import summarise as summarise
 
-__all__ = ["METRICS", "Analysis", "analyse", "compare_models", "summarise"]
 METRICS = all_metrics()  # tables show the metrics of every evaluation
 
 
@@ -42,7 +41,6 @@ def analyse(
     Args:
         records: records of one results folder, at least one.
         config: the folder's configuration, which names the primary cell.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: as in ``summarise``.

@@ -22,6 +22,7 @@ from kvcat.option_types import (
     Strings,
     flat,
 )
+from kvcat.settings import DEFAULT_METHOD
 from kvcat.stats.metrics import Metric
 
 if TYPE_CHECKING:
@@ -204,7 +205,7 @@ class CompressingEvaluation(Evaluation):
     """Also time answers: seconds to the first token, and tokens per second after it."""
 
     def method_specs(self) -> list[str]:  # noqa: D102
-        return flat(self.method) or ["attention-matching"]
+        return flat(self.method) or [DEFAULT_METHOD]
 
     def keep_ratios(self) -> list[float]:
         """The fractions of the slots that caches keep."""

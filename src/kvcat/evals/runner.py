@@ -247,7 +247,11 @@ class _Run:
             all_scores = self._scores(job, missing, prepared)
             for keep_ratio, scores in zip(missing, all_scores, strict=True):
                 job.check_budgets()
-                self.folder.append(self._records(job, keep_ratio, examples, scores))
+                self.folder.append(
+                    self._record(job, keep_ratio, step, example, values[row])
+                    for row, example in enumerate(examples)
+                    for step, values in scores
+                )
                 place = f"{self.label}: {job.name} keep {keep_ratio:g}"
                 self.bar.set_postfix_str(place, refresh=False)
                 self.bar.update(len(examples))
@@ -259,14 +263,6 @@ class _Run:
             if not self.folder.done(record.key):
                 return False
         return True
-
-    def _records(
-        self, job: _Job, keep_ratio: float, examples: Sequence[Any], scores: Scores
-    ) -> Iterator[Record]:
-        """One record per example and step."""
-        for row, example in enumerate(examples):
-            for step, values in scores:
-                yield self._record(job, keep_ratio, step, example, values[row])
 
     def _record(
         self, job: _Job, keep_ratio: float, step: Step, example: Any, values: Values

@@ -83,7 +83,6 @@ def answer_batch(
     tokens count.
 
     Args:
-        model, tokenizer: those of the cache.
         cache: of the document, of one example.
         questions: at most ``batch_size`` of them.
     """
@@ -119,7 +118,6 @@ def answer(
     """The answer to one question after a compact cache.
 
     Args:
-        model, tokenizer: those of the cache.
         inputs: keyword arguments of ``model.generate``, as from ``CompactCache.inputs``; one row.
         sampling: how to decode; ``max_new_tokens`` must fit the model (``answer_length``).
         on_text: called with each new piece of text; joined they are the answer's text.
@@ -144,7 +142,6 @@ def answer_length(
 
     Args:
         model: model of the cache.
-        cache: cache of the document.
         question: token ids after the document, of shape (1, tokens).
         max_new_tokens: largest number of tokens that the user wants.
 

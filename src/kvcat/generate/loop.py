@@ -56,6 +56,8 @@ def generate(
     """
     most = max(row.max_new_tokens for row in rows)
     run: Any = model.generate
+    # for each token, generate calls the processor, then the streamer, then the stopping criteria: a
+    # row takes its token before it is asked whether it is done
     with frozen(model), plain_generation(model, max_new_tokens=most, **settings) as config:
         run(
             **inputs,
@@ -79,7 +81,7 @@ class _Tokens(BaseStreamer):
             self._has_prompt = True
             return
         for row, token in zip(self._rows, value.flatten().tolist(), strict=True):
-            if not row.is_done:
+            if not row.is_done:  # a row that is done gets padding until all are
                 row.take(token)
 
     def end(self) -> None:

@@ -1,18 +1,15 @@
 """The terms of the training objective, and their chunked forms."""
+# isort: skip_file
 
-from kvcat.losses.chunked import chunked_distillation, chunked_kl, chunked_objective
-from kvcat.losses.head import OutputHead
-from kvcat.losses.scores import PositionScores, score_positions
-from kvcat.losses.terms import budget_loss, distillation_kl, next_token_loss
-
-__all__ = [
-    "OutputHead",
-    "PositionScores",
-    "budget_loss",
-    "chunked_distillation",
-    "chunked_kl",
-    "chunked_objective",
-    "distillation_kl",
-    "next_token_loss",
-    "score_positions",
-]
+# fmt: off
+from kvcat.losses.chunked import (
+    chunked_distillation as chunked_distillation, chunked_kl as chunked_kl,
+    chunked_objective as chunked_objective,
+)
+from kvcat.losses.head import OutputHead as OutputHead
+from kvcat.losses.scores import PositionScores as PositionScores, score_positions as score_positions
+from kvcat.losses.terms import (
+    budget_loss as budget_loss, distillation_kl as distillation_kl,
+    next_token_loss as next_token_loss,
+)
+# fmt: on

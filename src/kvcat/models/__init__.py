@@ -2,42 +2,24 @@
 
 Loading and saving, the masked pass, the capture of keys and queries, and the start-up test.
 """
+# isort: skip_file
 
-from kvcat.models.capture import Capture, capture, layer_states
-from kvcat.models.loading import get, load, load_tokenizer, parse_device, read_config, save
-from kvcat.models.masked_pass import HiddenOutput, MaskedPass
-from kvcat.models.output_head import logits_from_hidden, output_head
-from kvcat.models.self_test import self_test
-from kvcat.models.structure import (
-    attention_sinks,
-    decoder_layers,
-    frozen,
-    hidden_states,
-    model_name,
-    output_gains,
-    positions_of,
+# fmt: off
+from kvcat.models.capture import (
+    Capture as Capture, capture as capture, layer_states as layer_states,
 )
-
-__all__ = [
-    "Capture",
-    "HiddenOutput",
-    "MaskedPass",
-    "attention_sinks",
-    "capture",
-    "decoder_layers",
-    "frozen",
-    "get",
-    "hidden_states",
-    "layer_states",
-    "load",
-    "load_tokenizer",
-    "logits_from_hidden",
-    "model_name",
-    "output_gains",
-    "output_head",
-    "parse_device",
-    "positions_of",
-    "read_config",
-    "save",
-    "self_test",
-]
+from kvcat.models.loading import (
+    get as get, load as load, load_tokenizer as load_tokenizer, parse_device as parse_device,
+    read_config as read_config, save as save,
+)
+from kvcat.models.masked_pass import HiddenOutput as HiddenOutput, MaskedPass as MaskedPass
+from kvcat.models.output_head import (
+    logits_from_hidden as logits_from_hidden, output_head as output_head,
+)
+from kvcat.models.self_test import self_test as self_test
+from kvcat.models.structure import (
+    attention_sinks as attention_sinks, decoder_layers as decoder_layers, frozen as frozen,
+    hidden_states as hidden_states, model_name as model_name, output_gains as output_gains,
+    positions_of as positions_of,
+)
+# fmt: on

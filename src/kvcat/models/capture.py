@@ -173,7 +173,7 @@ class _Recording:
         # per layer, one tensor for each chunk
         self.queries: dict[int, list[Tensor]] = {number: [] for number in numbers}
         self.norms: dict[int, list[Tensor]] = {number: [] for number in numbers}
-        # squared norm behind a norm that follows the attention, relative to that before it
+        # squared norm after a norm that follows the attention, relative to that before it
         self.enlargements: dict[int, list[Tensor]] = {number: [] for number in numbers}
         self.attention_output: Tensor | None = None
         self.thread = threading.get_ident()

@@ -49,17 +49,18 @@ def exact_copy(model: PreTrainedModel) -> ExactCopy:
     A model with recurrent states on an accelerator may have kernels that run neither in float64 nor
     on the CPU: its copy keeps dtype, device and weights.
     """
-    modules = decoder_layers(model)
+    layers = decoder_layers(model)
     if model in _COPIES:
-        return ExactCopy(model, list(range(len(modules))))
-    kinds = _layer_kinds(model)
+        return ExactCopy(model, list(range(len(layers))))
+    kinds = _layer_kinds(layers, model.config.get_text_config(decoder=True))
     is_exact = model.device.type == "cpu" or not recurrent_layers(model.config)
+    numbers = _first_layers(kinds)
     with exclusive(model):  # another thread's hooks would be copied
-        shallow = _shallow_copy(model, _first_layers(kinds), exact=is_exact)
+        shallow = _shallow_copy(model, layers, numbers, exact=is_exact)
     if is_exact and type(shallow)._can_set_experts_implementation():
         shallow.set_experts_implementation("eager")  # the others have no float64
     _COPIES.add(shallow)
-    kinds_of_copy = [kinds[number] for number in _first_layers(kinds)]
+    kinds_of_copy = [kinds[number] for number in numbers]
     return ExactCopy(shallow, [kinds_of_copy.index(kind) for kind in kinds])
 
 
@@ -68,8 +69,10 @@ def few_layers(model: PreTrainedModel) -> PreTrainedModel:
 
     Its layers have the model's own weights: nothing large is copied.
     """
+    layers = decoder_layers(model)
+    kinds = _layer_kinds(layers, model.config.get_text_config(decoder=True))
     with exclusive(model):
-        return _shallow_copy(model, _first_layers(_layer_kinds(model)), exact=False)
+        return _shallow_copy(model, layers, _first_layers(kinds), exact=False)
 
 
 class StaysDouble(TorchFunctionMode):
@@ -91,15 +94,15 @@ class StaysDouble(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _layer_kinds(model: PreTrainedModel) -> list[Any]:
+def _layer_kinds(layers: nn.ModuleList, text: PreTrainedConfig) -> list[Any]:
     """A description of each layer; layers with equal ones compute alike.
 
     It has the classes, the settings and the shapes of the layer's modules, and the layer's entries
     in the configuration's lists.
     """
-    lists = _lists_by_layer(model.config.get_text_config(decoder=True))
+    lists = _lists_by_layer(text)
     kinds = []
-    for number, layer in enumerate(decoder_layers(model)):
+    for number, layer in enumerate(layers):
         kind: list[Any] = [(name, repr(values[number])) for name, values in lists.items()]
         for path, module in layer.named_modules():
             kind.append((path, type(module)))
@@ -134,31 +137,33 @@ def _first_layers(kinds: list[Any]) -> list[int]:
     return sorted(numbers + others[: max(0, _NUM_LAYERS - len(numbers))])
 
 
-def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) -> PreTrainedModel:
+def _shallow_copy(
+    model: PreTrainedModel, layers: nn.ModuleList, numbers: list[int], *, exact: bool
+) -> PreTrainedModel:
     """A copy of a model with some of its layers and the first tokens of its vocabulary.
 
     Args:
-        numbers: of the layers, ascending.
+        layers: all of its decoder layers.
+        numbers: of the layers that the copy has, ascending.
         exact: give the copy random weights in float64 on the CPU; otherwise it shares the
             model's.
     """
-    modules = decoder_layers(model)
-    path = next(path for path, module in model.named_modules() if module is modules)
+    path = next(path for path, module in model.named_modules() if module is layers)
     # by id, what the copy has in place of a part of the model
     memo: dict[int, Any] = {}
-    for number, layer in enumerate(modules):
+    for number, layer in enumerate(layers):
         if number not in numbers:
             memo[id(layer)] = nn.Identity()
     generator = torch.Generator().manual_seed(0)
-    for weight, data in _weights_of_copy(model, numbers):
+    for weight, data in _weights_of_copy(model, layers, numbers):
         values = _ordinary(data, generator) if exact else data
         memo[id(weight)] = nn.Parameter(values, requires_grad=False)
     shallow = copy.deepcopy(model, memo)
-    layers: Any = shallow.get_submodule(path)
-    for number in reversed(range(len(layers))):
+    layers_of_copy: Any = shallow.get_submodule(path)
+    for number in reversed(range(len(layers_of_copy))):
         if number not in numbers:
-            del layers[number]
-    _renumber(layers, numbers)
+            del layers_of_copy[number]
+    _renumber(layers_of_copy, numbers)
     _cut_config(shallow.config.get_text_config(decoder=True), numbers)
     for module in shallow.modules():
         if isinstance(module, nn.Embedding) and module.weight.shape[0] == _VOCABULARY:
@@ -170,12 +175,11 @@ def _shallow_copy(model: PreTrainedModel, numbers: list[int], *, exact: bool) ->
 
 
 def _weights_of_copy(
-    model: PreTrainedModel, numbers: list[int]
+    model: PreTrainedModel, layers: nn.ModuleList, numbers: list[int]
 ) -> Iterator[tuple[nn.Parameter, Float[Tensor, "..."]]]:
     """The weights that a copy with these layers needs, each with the part of it that it needs."""
-    modules = decoder_layers(model)
-    in_layers = {id(weight) for weight in modules.parameters()}
-    kept = {id(weight) for number in numbers for weight in modules[number].parameters()}
+    in_layers = {id(weight) for weight in layers.parameters()}
+    kept = {id(weight) for number in numbers for weight in layers[number].parameters()}
     of_tokens = _weights_of_tokens(model)
     text = model.config.get_text_config(decoder=True)
     # channels of the embedding that each layer has for itself (Gemma 4)
@@ -187,7 +191,7 @@ def _weights_of_copy(
         if id(weight) in of_tokens:
             data = data[:_VOCABULARY]
         if width and id(weight) not in in_layers:
-            data = _of_layers(data, numbers, len(modules), width)
+            data = _of_layers(data, numbers, len(layers), width)
         yield weight, data
 
 

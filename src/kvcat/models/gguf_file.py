@@ -184,7 +184,6 @@ def check_all_used(path: Path, weights: Iterable[str], config: PreTrainedConfig)
 
     Args:
         weights: names of the model's weights.
-        config: configuration of the model.
     """
     gguf: Any = import_module("gguf")
     header = _read_header(path)

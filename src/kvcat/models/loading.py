@@ -306,7 +306,6 @@ def _check_loaded(path: Path, model: PreTrainedModel, info: dict[str, Any]) -> N
 
     Args:
         path: folder or file, for the messages.
-        model: as loaded.
         info: transformers' report of the loading.
     """
     mismatched = [str(key) for key in info.get("mismatched_keys", ())]

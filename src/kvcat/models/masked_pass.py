@@ -44,7 +44,6 @@ class KVPass:
 
     Args:
         masked_pass: the module that runs it.
-        batch: number of sequences.
         prefix_len: as in ``MaskedPass.hidden``.
         generators: one per sequence. One number per group is drawn from each and seeds that
             group's draws, so that a layer that runs again makes the same draws as before.
@@ -135,7 +134,6 @@ class LayerHook:
     and ``kv_window``.
 
     Args:
-        layer: number of the layer.
         group_starts: first layers of the groups, ascending.
         window: sliding window of the layer in tokens; None: it sees all earlier tokens.
     """

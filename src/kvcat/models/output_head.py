@@ -77,6 +77,7 @@ def _find_head(model: PreTrainedModel) -> OutputHead:
     tokens = torch.randint(text.vocab_size, (1, _PROBE_TOKENS), generator=generator)
     tokens = tokens.to(model.device)
     with torch.autocast(model.device.type, enabled=False):
+        # the head's input differs from it if something runs between the base model and the head
         hidden = hidden_states(model, input_ids=tokens, use_cache=False)
         head_input, loud_input, loud_logits = _amplified(model, tokens, heads[0])
     if head_input.shape != hidden.shape or not same(head_input, hidden):
@@ -115,6 +116,7 @@ def _amplified(
     """The input of the model's head, the same amplified, and the model's logits for the amplified
     input.
     """
+    # a cap of 30 or 50 hardly changes ordinary logits of a few units
     uncapped = OutputHead(head.linear, head.scale)
     inputs: list[Tensor] = []
     loud_inputs: list[Tensor] = []

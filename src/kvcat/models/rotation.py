@@ -95,7 +95,6 @@ class KeyRotation:
 
         Args:
             keys: after rotation.
-            layer: number of the layer.
             shift: one for all slots or one for each slot; None: ``self.shift``.
         """
         shifts = torch.as_tensor(self.shift if shift is None else shift).view(-1)

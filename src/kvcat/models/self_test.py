@@ -157,7 +157,7 @@ def _cache_complaint(model: PreTrainedModel, example: _Example) -> str | None:
     caches = _caches(model, example.tokens)
     if caches is None:
         return None
-    plain, biased = caches
+    plain, biased = caches  # the plain one has a log-bias of 0
     expected = example.logits[:, plain.num_tokens :]
     unbiased = _behind_slots(model, example.tokens, plain)
     if not same(unbiased, expected):
@@ -229,6 +229,7 @@ def _make_example(model: PreTrainedModel) -> _Example:
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(text.vocab_size, (2, length), generator=generator).to(model.device)
     keep = (torch.rand(2, length, generator=generator) < 0.5).float()
+    # the first two tokens see no hidden slot, all later ones at least one
     keep[:, :2] = 1.0
     keep[:, 2] = 0.0
     model.set_attn_implementation("eager")

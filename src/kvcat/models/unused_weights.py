@@ -23,7 +23,6 @@ def check_weights(folder: Path, model: PreTrainedModel, unexpected: Iterable[str
     output matrix must equal them.
 
     Args:
-        model: as loaded.
         unexpected: names of weights that transformers did not use.
     """
     stored = _stored_in(folder)

@@ -16,30 +16,14 @@ import torch
 from kvcat import plugins
 from kvcat.errors import InputError, unknown_name
 from kvcat.options import check_typed_options, parse_spec
-from kvcat.policies._base import (
-    SparsificationPolicy,
-    check_group_starts,
-    gate,
-    kept_count,
-)
-from kvcat.policies.attention import AttentionMassPolicy
-from kvcat.policies.random import RandomPolicy
-from kvcat.policies.router import Router, linear_attention
-
-__all__ = [
-    "POLICIES",
-    "AttentionMassPolicy",
-    "RandomPolicy",
-    "Router",
-    "SparsificationPolicy",
-    "build_policies",
-    "check_group_starts",
-    "gate",
-    "kept_count",
-    "linear_attention",
-    "parse_policy",
-    "policy_names",
-]
+from kvcat.policies._base import SparsificationPolicy as SparsificationPolicy
+from kvcat.policies._base import check_group_starts as check_group_starts
+from kvcat.policies._base import gate as gate
+from kvcat.policies._base import kept_count as kept_count
+from kvcat.policies.attention import AttentionMassPolicy as AttentionMassPolicy
+from kvcat.policies.random import RandomPolicy as RandomPolicy
+from kvcat.policies.router import Router as Router
+from kvcat.policies.router import linear_attention as linear_attention
 
 POLICIES = {
     module.name: importlib.import_module(f"{__name__}.{module.name}").make
@@ -67,7 +51,6 @@ def build_policies(
 
     Args:
         spec: NAME or NAME,option=value,... (``parse_policy``).
-        num_layers, hidden_size: size of the model.
         group_starts, num_groups: as in ``check_group_starts``.
         target: keep ratio rho to aim at, in (0, 1).
         feature_dim: width of the router's linear attention.

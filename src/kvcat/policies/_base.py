@@ -94,7 +94,6 @@ def check_group_starts(
     """First layers of the groups, ascending; layers before the first stay dense.
 
     Args:
-        num_layers: layers of the model.
         group_starts: the layers; None spaces groups evenly, floor(i L / G) for i < G: 0, 6, 12, 18
             of 24 layers.
         num_groups: G, in 1..num_layers.

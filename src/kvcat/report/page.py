@@ -54,12 +54,10 @@ def write_report(
         folders: results folders of any evaluations, or results of ``read_results``; each is one
             section. They may be empty if there are runs.
         out_dir: folder of the report; files of an earlier report are replaced.
-        title: title of the page.
         runs: training run by model label, for the training diagnostics.
         answers: answers by question, shown at the top of the page.
         context: further facts to show about the runs.
         paper_model: the paper's model that ours correspond to; its figures are then in the tables.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: there is nothing to report, results are damaged, a run has no metrics, or the

@@ -82,7 +82,11 @@ class Paper:
         if printed_metric is None:
             return ""
         model = self.model if self.figures.names_model else ""
-        key = (model, variant, printed_metric, self._printed_stratum(self.figures, stratum))
+        if self.figures.corpora:  # the paper's name of our data set, which is a stratum there
+            printed_stratum = self.figures.corpora.get(self._corpus, "")
+        else:
+            printed_stratum = stratum or self.figures.all_strata
+        key = (model, variant, printed_metric, printed_stratum)
         for row in _printed_figures().get(key, []):
             if not self.figures.compresses:
                 is_same_cell = bool(pd.isna(row.keep_ratio))
@@ -99,12 +103,6 @@ class Paper:
         if self.figures is None or average != self.figures.average:
             return ""
         return self.printed(label, "", 1.0, 0, metric, "average")
-
-    def _printed_stratum(self, figures: PaperFigures, stratum: str) -> str:
-        """The paper's name of one of our strata, or of our data set."""
-        if figures.corpora:
-            return figures.corpora.get(self._corpus, "")
-        return stratum or figures.all_strata
 
     @property
     def _corpus(self) -> str:

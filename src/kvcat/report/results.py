@@ -24,10 +24,12 @@ from kvcat.report.rows import (
     table_rows,
     with_verdicts,
 )
+from kvcat.settings import DEFAULT_METHOD
 
 NOT_A_RESULT = " [not a result]"
 """The suffix of the labels of models that are not shown to perform above chance."""
-_HEADLINE_KEEP_RATIO = 0.1
+HEADLINE_KEEP = 0.1
+"""The keep ratio of the first figures on a page, or the one nearest to it."""
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ class Results:
 
     @property
     def methods(self) -> list[str]:
-        """The compression methods, Attention Matching first; empty if nothing was compressed."""
+        """The compression methods, the default first; empty if nothing was compressed."""
         names = list(dict.fromkeys(self.whole.loc[~self.whole["baseline"], "method"]))
-        return sorted(names, key=lambda name: not name.startswith("attention-matching"))
+        return sorted(names, key=lambda name: not name.startswith(DEFAULT_METHOD))
 
     @property
     def cell(self) -> tuple[str, float, int]:
@@ -94,8 +96,7 @@ class Results:
             rows = rows[in_cell] if in_cell.any() else rows
         elif self.methods:
             rows = rows[rows["method"] == self.methods[0]]
-        distance = rows["keep_ratio"].map(_distance_from_headline)
-        row = rows.loc[distance.idxmin()]
+        row = rows[rows["keep_ratio"] == nearest(rows["keep_ratio"], HEADLINE_KEEP)].iloc[0]
         return row["method"], row["keep_ratio"], int(row["step"])
 
 
@@ -105,9 +106,7 @@ def read_results(
     """All contents of a results folder that a report shows.
 
     Args:
-        folder: results folder.
         paper_model: the paper's model that ours correspond to; its figures are then in the tables.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: it is not a results folder, has no records or damaged content, or the paper has
@@ -153,5 +152,6 @@ def read_results(
     )
 
 
-def _distance_from_headline(keep_ratio: float) -> float:
-    return abs(math.log(max(keep_ratio, 1e-9) / _HEADLINE_KEEP_RATIO))
+def nearest(keep_ratios: pd.Series, wanted: float) -> float:
+    """The keep ratio that is nearest to the wanted one, by their quotient."""
+    return min(keep_ratios, key=lambda keep: abs(math.log(max(keep, 1e-9) / wanted)))

@@ -1,10 +1,9 @@
 """The demo's answers in plain words, from its results."""
 
-import math
-
 import pandas as pd
 
-from kvcat.report.results import Results
+from kvcat.report.results import HEADLINE_KEEP, Results, nearest
+from kvcat.settings import DEFAULT_KEEP
 
 SAME_TOKENS = 0.95
 """The share of equal next tokens that the answer on sizes asks for."""
@@ -23,7 +22,7 @@ def training_verdicts(results: Results) -> dict[str, str]:
     rows = results.pair_rows["KV-CAT", "control"]
     method = results.methods[0]
     rows = rows[rows["final"] & (rows["method"] == method)]
-    keep_ratio = min(rows["keep_ratio"], key=lambda keep: abs(math.log(keep / 0.1)))
+    keep_ratio = nearest(rows["keep_ratio"], HEADLINE_KEEP)
     rows = rows[rows["keep_ratio"] == keep_ratio].set_index("metric")
     size = f"{_percent(keep_ratio)} of the slots"
     return {
@@ -34,9 +33,9 @@ def training_verdicts(results: Results) -> dict[str, str]:
 
 
 def _loss_answer(results: Results) -> str:
-    """The loss of the default at 20 % of the slots, or the nearest size, against the next best."""
+    """The loss of the default method at its usual size, or the nearest, against the next best."""
     kl = _cells(results, "kl")
-    keep_ratio = min(kl["keep_ratio"], key=lambda keep: abs(math.log(keep / 0.2)))
+    keep_ratio = nearest(kl["keep_ratio"], DEFAULT_KEEP)
     at_size = kl[kl["keep_ratio"] == keep_ratio].set_index("method")
     default = results.methods[0]
     ours = at_size.loc[default]

@@ -1,4 +1,4 @@
-"""A conversation about a document: history behind its compact cache, turn by turn."""
+"""A conversation about a document: history after its compact cache, turn by turn."""
 
 from dataclasses import replace
 from typing import Any
@@ -24,10 +24,6 @@ class Conversation:
 
     With a document in a chat template the turns are messages of that template. Otherwise a question
     follows the last answer after a line break.
-
-    Args:
-        model, tokenizer: those of the cache.
-        cache: of the document.
     """
 
     def __init__(

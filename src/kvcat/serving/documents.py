@@ -36,7 +36,7 @@ Fingerprints = Callable[[str], str]
 
 @dataclass(frozen=True)
 class Document:
-    """One document, or several one behind the other, as a request names them.
+    """One document, or several one after the other, as a request names them.
 
     Args:
         names: of the documents.
@@ -88,7 +88,6 @@ class Documents(ABC):
     """Documents by name.
 
     Args:
-        config: of the served model.
         fingerprints: of the served model.
     """
 
@@ -315,7 +314,7 @@ def _digest_of_all(digests: Sequence[str]) -> str:
 
 
 def _joined(documents: Sequence[Document]) -> Document:
-    """Several documents, one behind the other.
+    """Several documents, one after the other.
 
     Raises:
         InputError: a later document that opens a turn of the chat template.

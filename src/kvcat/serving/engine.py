@@ -35,7 +35,7 @@ class Question:
     """What a client asks.
 
     Args:
-        documents: ids of documents in the store, one behind the other.
+        documents: ids of documents in the store, one after the other.
         content: a prompt, which is one text, or the messages of a conversation.
         is_chat: whether the content is messages.
         sampling: how to decode.
@@ -78,7 +78,7 @@ class RequestError(Exception):
 
 @dataclass
 class Ticket:
-    """A question on its way; the worker calls ``on_event`` with every event of its answer.
+    """A queued question; the worker calls ``on_event`` with every event of its answer.
 
     Events are texts (pieces of the answer), then one (``Answer``, ``Usage``) or ``RequestError``.
     """
@@ -97,19 +97,20 @@ class RecentDocuments:
     """The caches of documents of a store; those that were used last stay in memory.
 
     Args:
-        store: the caches.
         most_bytes: bytes of all caches in memory; a larger cache is used and not kept.
         model: the model of the store, on the device of the caches.
     """
 
     def __init__(self, store: Store, most_bytes: int, model: PreTrainedModel) -> None:
         self.store = store
-        self.recent: RecentlyUsed[CompactCache] = RecentlyUsed(most_bytes, _num_bytes)
+        self.recent: RecentlyUsed[CompactCache] = RecentlyUsed(
+            most_bytes, lambda cache: cache.nbytes
+        )
         self.num_loads = 0
         self._model = model
 
     def find(self, ids: Sequence[str]) -> CompactCache:
-        """The cache of a document, or of several documents one behind the other.
+        """The cache of a document, or of several documents one after the other.
 
         Raises:
             RequestError: no such document, a damaged file, a text that changed, or documents that
@@ -162,8 +163,6 @@ class Engine:
     Waiting questions on the same documents are answered in one batch, the others one after another.
 
     Args:
-        model, tokenizer: those of the store.
-        store: the caches.
         cache_bytes: bytes of caches in memory.
         most_waiting: questions that may wait; further ones are rejected.
 
@@ -256,7 +255,10 @@ class Engine:
                     break
                 self._current = self._next_tickets()
             start = time.monotonic()
-            self._serve(self._current)
+            tickets = self._current
+            with self._errors_of(tickets):  # whatever happens becomes an event of each
+                cache = self.documents.find(tickets[0].question.documents)
+                self._answer(tickets, cache)
             self.busy_seconds += time.monotonic() - start
             self._current = []
 
@@ -272,11 +274,6 @@ class Engine:
         for ticket in tickets[1:]:
             self._waiting.remove(ticket)
         return tickets
-
-    def _serve(self, tickets: Sequence[Ticket]) -> None:
-        """Answer questions on the same documents; whatever happens becomes an event of each."""
-        with self._errors_of(tickets):
-            self._answer(tickets, self.documents.find(tickets[0].question.documents))
 
     def _answer(self, tickets: Sequence[Ticket], cache: CompactCache) -> None:
         """Answer questions on the documents of a cache, as many at once as fit in a batch."""
@@ -351,7 +348,3 @@ class _TicketRow(NamedTuple):
 
     ticket: Ticket
     question: BatchQuestion
-
-
-def _num_bytes(cache: CompactCache) -> int:
-    return cache.nbytes

@@ -282,7 +282,7 @@ class StateLayout:
 def rotated(states: Float[Tensor, "slots channels"], block: int) -> Float[Tensor, "slots channels"]:
     """States as llama.cpp stores them where it rotates every ``block`` neighbouring channels.
 
-    Since April 2026 it does so for caches in few bits, which outliers would spoil, if the heads are
+    Since April 2026 it does so for quantised caches, which outliers would spoil, if the heads are
     large enough. The rotation is a Walsh-Hadamard matrix of n = block rows and columns, H_ij =
     (-1)^popcount(i & j) / sqrt(n), in steps: (x, y) becomes (x + y, x - y) / sqrt(2). Queries and
     outputs are rotated as well, so that attention does not change.
@@ -318,7 +318,7 @@ def rotation_block(
     best = min(errors, key=errors.__getitem__)
     if errors[best] > _ROUNDING:
         raise InputError(
-            "llama.cpp changes keys and values before it stores them in few bits, in a way that "
+            "llama.cpp changes keys and values before it quantises them, in a way that "
             'is not known: use cache_type="float16"'
         )
     return best

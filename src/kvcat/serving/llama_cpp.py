@@ -47,7 +47,6 @@ class LlamaCpp:
             made from a widened model.
         num_ctx: cells for slots, questions and answers.
         cache_type: type of llama.cpp's cache, "float16", "float32", "bfloat16", "q8_0" or "q4_0".
-        num_threads: threads of the computation.
         library: shared library with llama.cpp's C API; None: that of ``xllamacpp``.
 
     Raises:

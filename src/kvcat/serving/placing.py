@@ -102,7 +102,6 @@ def place(
         model: what ``rotation_model`` made.
         share: heads of the worker.
         dtype: of keys and values.
-        device: of all tensors.
 
     Raises:
         InputError: states of several documents, keys that cannot be rotated, or numbers that the
@@ -127,7 +126,8 @@ def place(
     windows = layer_windows(model.config)
     for layer, state in caches[0].states.items():
         rotation = KeyRotation(model, -caches[0].num_tokens)
-        grid = _window_heads(state.tensors, rotation, layer)
+        pairs = zip(state.tensors["keys"][0], state.tensors["values"][0], strict=True)
+        grid = [[_turned(HeadSlots(keys, values), rotation, layer) for keys, values in pairs]]
         held = _layer([grid], share, dtype, device)
         placed[layer] = _in_window(held, windows[layer])
     return [placed[layer] for layer in sorted(placed)]
@@ -138,12 +138,6 @@ def _turned(head: HeadSlots, rotation: KeyRotation, layer: int) -> HeadSlots:
     if len(keys):
         keys = rotation(keys[None, None], layer)[0, 0]
     return HeadSlots(keys, head.values, head.log_bias)
-
-
-def _window_heads(tensors: dict[str, Tensor], rotation: KeyRotation, layer: int) -> HeadGrid:
-    """The last tokens of a layer with a sliding window, as the slots of its heads."""
-    pairs = zip(tensors["keys"][0], tensors["values"][0], strict=True)
-    return [[_turned(HeadSlots(keys, values), rotation, layer) for keys, values in pairs]]
 
 
 def _layer(

@@ -79,7 +79,6 @@ def chat_ids(
 
     Args:
         tokenizer: tokenizer of the served model.
-        messages: of the conversation.
         chat, chat_template, positions: as in ``prompt_ids``.
 
     Raises:

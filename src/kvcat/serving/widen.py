@@ -169,7 +169,6 @@ def write_gguf(model: PreTrainedModel, path: str | Path, *, dtype: str = "float1
 
     Args:
         model: a widened Llama.
-        path: path of the file.
         dtype: dtype of the matrices: "float32", "float16" or "q8_0".
 
     Raises:
@@ -279,7 +278,6 @@ def _widened(name: str, tensor: Tensor, narrow: int, wide: int, rotary_scale: fl
     """A weight of the wide model.
 
     Args:
-        name: name of the weight.
         tensor: the original's weight.
         narrow, wide: channels of a head in the original and in the wide model.
         rotary_scale: YaRN's factor on cosines and sines.

@@ -1,25 +1,17 @@
 """Statistics of records: metrics, intervals, tests of differences, tables; without torch."""
+# isort: skip_file
 
-from kvcat.stats.intervals import ClusterBootstrap, Estimate
-from kvcat.stats.metrics import METRICS, Metric, share_of_examples
-from kvcat.stats.records import Record
-from kvcat.stats.shares import share, share_difference
-from kvcat.stats.significance import holm, sign_flip_p_value, swap_p_value
-from kvcat.stats.summary import compare_models, comparison_pairs, summarise
-
-__all__ = [
-    "METRICS",
-    "ClusterBootstrap",
-    "Estimate",
-    "Metric",
-    "Record",
-    "compare_models",
-    "comparison_pairs",
-    "holm",
-    "share",
-    "share_difference",
-    "share_of_examples",
-    "sign_flip_p_value",
-    "summarise",
-    "swap_p_value",
-]
+# fmt: off
+from kvcat.stats.intervals import ClusterBootstrap as ClusterBootstrap, Estimate as Estimate
+from kvcat.stats.metrics import (
+    METRICS as METRICS, Metric as Metric, share_of_examples as share_of_examples,
+)
+from kvcat.stats.records import Record as Record
+from kvcat.stats.shares import share as share, share_difference as share_difference
+from kvcat.stats.significance import (
+    holm as holm, sign_flip_p_value as sign_flip_p_value, swap_p_value as swap_p_value,
+)
+from kvcat.stats.summary import (
+    compare_models as compare_models, comparison_pairs as comparison_pairs, summarise as summarise,
+)
+# fmt: on

@@ -120,7 +120,6 @@ def register_metrics(metrics: Mapping[str, Metric], owner: str) -> None:
     Two evaluations may share a metric, but two metrics may not share a name.
 
     Args:
-        metrics: metrics by name.
         owner: the class of the evaluation, for error messages.
 
     Raises:

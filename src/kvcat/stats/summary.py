@@ -104,20 +104,18 @@ def compare_models(
     The ratio is model over reference, and NaN if it is not meaningful. p is that of the permutation
     test over documents (``swap_p_value``; if every score is right or wrong, its exact form
     ``sign_flip_p_value``). With several training runs it is at least the p of Student's t test over
-    them. p_holm corrects for all rows with the same model, metric and
-    level (all examples or strata), except the row of the primary cell. The corrected rows are
-    exploratory.
+    them. p_holm corrects for all rows with the same model, metric and level (all examples or
+    strata), except the row of the primary cell. The corrected rows are exploratory.
 
     The verdict "better" or "worse" requires that the interval of the difference excludes 0, that of
     the ratio, if there is one, 1, and p <= 0.05; otherwise it is "level". The warning is set if the
-    sample is too small for the observed difference.
-    Metrics that are defined on different examples for different models are not compared.
+    sample is too small for the observed difference. Metrics that are defined on different examples
+    for different models are not compared.
 
     Args:
         records: records of one data set and at least two models.
         reference: label of a model, without ``@SEED``.
         primary: primary cell from the folder's configuration; its p is not corrected.
-        num_resamples: number of bootstrap resamples.
 
     Raises:
         InputError: the reference has no records; otherwise as in ``summarise``.
@@ -191,7 +189,7 @@ def _comparison(sample: Sample, other: Sample, name: str) -> dict[str, Any]:
         if metric.log_scale:  # never negative, so neither is the ratio; NaN stays NaN
             ratio = replace(ratio, low=float(np.maximum(ratio.low, 0.0)))
     if metric.share and not several_runs:
-        change = None
+        change = None  # an interval for shares needs no resamples
     difference, p_value = _difference(sample, other, name, change)
     significant = difference.excludes(0.0) and p_value <= SIGNIFICANT
     if not np.isnan(ratio.low):

@@ -40,9 +40,6 @@ class ChatTemplate:
     Templates that want a message's content as a list of parts get a list. A template may write the
     time. Where it passes between two renderings they are repeated, so that all have one time.
 
-    Args:
-        tokenizer: of transformers.
-
     Raises:
         InputError: no template, one that fails, or one that does not write a text once and
             unchanged.

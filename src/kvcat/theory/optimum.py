@@ -58,8 +58,8 @@ def enclosing_ball(
     is least at c = sum_i mu_i x_i.
 
     ``points`` x_i, one at least, may be duplicates or affinely dependent; ``weights`` w_i > 0,
-    default
-    1. ArithmeticError where the radius exceeds its lower bound by more than 1e-6 of itself.
+    default 1.
+    ArithmeticError where the radius exceeds its lower bound by more than 1e-6 of itself.
     """
     _check_points(points)
     if weights is not None and not (weights.isfinite().all() and (weights > 0).all()):
@@ -83,6 +83,7 @@ def enclosing_ball(
         held.append(farthest)
         center = _center(x[held], w[held], center)
     radius = float(distances.max())
+    # mu of the lower bound: the centre of the least ball is a mean of the points that it touches
     touching = np.flatnonzero(distances >= radius * (1 - 1e-6))
     offsets = (x[touching] - center).T / (radius or 1.0)
     mu = np.zeros(len(x))

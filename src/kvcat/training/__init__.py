@@ -4,6 +4,4 @@ The package itself imports only the configuration, which needs no torch. ``kvcat
 ``training.loop.train``.
 """
 
-from kvcat.training.config import TrainConfig
-
-__all__ = ["TrainConfig"]
+from kvcat.training.config import TrainConfig as TrainConfig

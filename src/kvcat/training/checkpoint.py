@@ -77,7 +77,6 @@ class Checkpoints:
     and checksums of all files.
 
     Args:
-        run: folder of the run.
         keep: number of checkpoints to keep.
         module, optimizer: what is saved and loaded.
     """
@@ -111,7 +110,6 @@ class Checkpoints:
         """Copy the state and write it in the background, after the previous checkpoint.
 
         Args:
-            step: step of the run.
             state: JSON values of this process besides the tensors, such as its place in the data.
             done: called by the first process with the finished folder.
         """
@@ -151,7 +149,7 @@ class Checkpoints:
             return LoadedCheckpoint(0, [], checkpoint.notes)
         tensors = self._tensors()
         self._transfer(_loading(), {"module": tensors["module"]}, checkpoint.folder)
-        # AdamW has no state of parameters that never had a gradient
+        # in part: AdamW has no state of parameters that never had a gradient
         optimizer_tensors = {"optimizer": tensors["optimizer"]}
         self._transfer(_loading(is_partial=True), optimizer_tensors, checkpoint.folder)
         torch_states.set_state_dict(

@@ -44,7 +44,6 @@ def export_checkpoint(checkpoint: Path, target: Path) -> Path:
     The routers go into a file next to that folder.
 
     Args:
-        checkpoint: folder of the checkpoint.
         target: folder for model, tokenizer and card: absent, empty, or the ``export`` folder of the
             run, which is replaced.
 

@@ -30,7 +30,6 @@ class RunLog:
     duplicates. From time to time a line goes to standard error.
 
     Args:
-        config: configuration of the run.
         step: steps that are done.
         enabled: whether this process writes; else it only remembers the newest records.
         progress: whether lines are shown.

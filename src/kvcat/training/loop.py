@@ -137,7 +137,10 @@ class Trainer:
             if run.step % config.validation_every == 0 or is_last:
                 self._validate()
             if run.step % config.checkpoint_every == 0 or is_last or is_stopping:
-                self._save()
+                state = run.data.state_dict()
+                run.checkpoints.save(
+                    run.step, state, lambda folder: run.log.note(f"saved {folder}")
+                )
             if is_stopping and not is_last:
                 run.checkpoints.wait()
                 signum = self.signals[0] if self.signals else signal.SIGTERM
@@ -250,11 +253,6 @@ class Trainer:
             records.append(record)
         means = mean_record(records, weights, run.world)
         run.log.write({"kind": "validation", "step": run.step, **means})
-
-    def _save(self) -> None:
-        run = self.run
-        state = run.data.state_dict()
-        run.checkpoints.save(run.step, state, lambda folder: run.log.note(f"saved {folder}"))
 
     def _check_norm(self, whose: str, norm: float, limit: float) -> None:
         """Reject a gradient norm beyond a limit: the run diverged."""

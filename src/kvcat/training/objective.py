@@ -32,7 +32,6 @@ class Objective(nn.Module):
 
     Args:
         model: not yet sharded.
-        config: configuration of the run.
 
     References: KV-CAT, equation "training_objective" and appendix "Training objective".
     """
@@ -73,7 +72,6 @@ class Objective(nn.Module):
         """The objective with gradient, and its terms.
 
         Args:
-            tokens: token ids.
             generators: sources of random masks, one per sequence.
             step: counted from 0, decides the routers' target and the split; None for validation.
         """

@@ -19,7 +19,6 @@ def make_optimizer(
 
     Args:
         router_parameters: of what chooses its slots; none for the control.
-        config: configuration of the run.
     """
     weights: list[nn.Parameter] = []
     vectors_and_biases: list[nn.Parameter] = []

@@ -55,7 +55,6 @@ class Run:
         being written.
 
         Args:
-            folder: folder of the run.
             progress: show progress on standard error.
 
         Raises:

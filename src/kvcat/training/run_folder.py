@@ -63,7 +63,6 @@ class RunFolder:
     """The folder of a run, in which no other process writes; all processes call every method.
 
     Args:
-        config: configuration of the run.
         world: the first process alone looks at files.
         state: what the folder contains.
     """
@@ -101,7 +100,22 @@ class RunFolder:
     @first_process
     def check_disk(self, module: nn.Module) -> None:
         """Reject a disk on which the checkpoints to be kept, one more and the export do not fit."""
-        _check_disk(self.config, module)
+        config = self.config
+        existing = folders(self.path)
+        last_step = step_of(existing[-1]) if existing else 0
+        num_coming = math.ceil((config.max_steps - last_step) / config.checkpoint_every)
+        num_kept = config.keep_checkpoints + 1  # while the newest is written, one more
+        num_new = max(0, min(num_kept - len(existing), num_coming))
+        export_bytes = 2 if config.export_dtype == "bfloat16" else 4
+        num_parameters = sum(p.numel() for p in module.parameters())
+        # a checkpoint holds weights in float32 and two moments of each
+        needed = num_parameters * (12 * num_new + export_bytes)
+        free = shutil.disk_usage(self.path).free
+        if free < needed:
+            figures = (
+                f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
+            )
+            raise InputError(f"no disk space for {self.path}: {figures}")
 
     @first_process
     def check_start(self, model: PreTrainedModel) -> str:
@@ -115,7 +129,18 @@ class RunFolder:
         ``start`` is the fingerprint of the model that the run starts from.
         """
         write_json(self.path / START_FILE, {"fingerprint": start})
-        return _record_config(self.config, step, self.state.changes)
+        changes = self.state.changes
+        if step == 0:
+            (self.path / CHANGES_FILE).unlink(missing_ok=True)
+        if changes:
+            append_jsonl(self.path / CHANGES_FILE, {"step": step, "changed": changes})
+        write_json(self.path / CONFIG_FILE, dataclasses.asdict(self.config))
+        since = f"from step {step} on"
+        lines = [f"{since} {name} is {new!r}, was {old!r}" for name, (old, new) in changes.items()]
+        if "max_steps" in changes:
+            schedule = f"the schedule of {self.config.max_steps} steps"
+            lines.append(f"{since} the learning rate follows {schedule}")
+        return lines
 
     def mark_done(self) -> None:
         """Record that the run is complete."""
@@ -190,35 +215,3 @@ def _last_record(config: TrainConfig) -> Record | None:
         return None
     records = read_jsonl(run / METRICS_FILE)
     return records[-1] if records else {}
-
-
-def _record_config(config: TrainConfig, step: int, changes: Changes) -> list[str]:
-    run = Path(config.output)
-    if step == 0:
-        (run / CHANGES_FILE).unlink(missing_ok=True)
-    if changes:
-        append_jsonl(run / CHANGES_FILE, {"step": step, "changed": changes})
-    write_json(run / CONFIG_FILE, dataclasses.asdict(config))
-    since = f"from step {step} on"
-    lines = [f"{since} {name} is {new!r}, was {old!r}" for name, (old, new) in changes.items()]
-    if "max_steps" in changes:
-        schedule = f"the schedule of {config.max_steps} steps"
-        lines.append(f"{since} the learning rate follows {schedule}")
-    return lines
-
-
-def _check_disk(config: TrainConfig, module: nn.Module) -> None:
-    """A checkpoint holds weights in float32 and two moments of each."""
-    run = Path(config.output)
-    existing = folders(run)
-    last_step = step_of(existing[-1]) if existing else 0
-    num_coming = math.ceil((config.max_steps - last_step) / config.checkpoint_every)
-    num_kept = config.keep_checkpoints + 1  # while the newest is written, one more
-    num_new = max(0, min(num_kept - len(existing), num_coming))
-    export_bytes = 2 if config.export_dtype == "bfloat16" else 4
-    num_parameters = sum(p.numel() for p in module.parameters())
-    needed = num_parameters * (12 * num_new + export_bytes)
-    free = shutil.disk_usage(run).free
-    if free < needed:
-        figures = f"{free / 1e6:,.1f} MB free, checkpoints and export need {needed / 1e6:,.1f} MB"
-        raise InputError(f"no disk space for {run}: {figures}")

@@ -1,13 +1,14 @@
 """Eviction: a subset of the prefix's slots, unchanged. Every file of this folder is a scorer."""
 
+import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from kvcat.cache import Layer
-from kvcat.compress.base import Compressor, Scorer, best_layer, classes_in
+from kvcat.compress.base import Compressor, Scorer, best_layers, classes_in
 from kvcat.compress.prefix import Prefix
 from kvcat.errors import check_kind, unknown_name
 from kvcat.options import check_options
@@ -72,6 +73,15 @@ class Eviction(Compressor):
         """Whether the result depends on a seed."""
         return hasattr(self.scorer, "seed")
 
+    def with_seed(self, seed: int) -> "Eviction":
+        """The same scorer with another seed."""
+        scorer: Any = self.scorer
+        if scorer.seed == seed:
+            return self
+        seeded = copy.copy(self)
+        object.__setattr__(seeded, "scorer", replace(scorer, seed=seed))
+        return seeded
+
     def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
         """The scorer's options."""
         return dict(vars(self.scorer))
@@ -79,17 +89,11 @@ class Eviction(Compressor):
     @torch.no_grad()
     def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The kept slots; scores are measured once for all sizes, on the whole prefix."""
-        trace = prefix.trace
-        measured = self.scorer.measure(trace) if sizes else []
+        measured = self.scorer.measure(prefix.trace) if sizes else []
         for size in sizes:
             num_recent = self.scorer.num_recent(size)
-            layers = []
-            for layer, slots, scores in zip(trace.layers, prefix.layers, measured, strict=True):
-                scores = _with_recent(scores, num_recent)
-                if prefix.protected:
-                    scores = scores.index_select(2, trace.other_slots(layer))
-                layers.append(best_layer(slots, scores, size))
-            yield layers
+            scores = [_with_recent(of_layer, num_recent) for of_layer in measured]
+            yield best_layers(prefix, scores, size)
 
 
 def _with_recent(

@@ -141,7 +141,7 @@ class AttentionMatching(_Options):
         """For every size, the heads of every layer; quantised with ``bits``."""
         queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
         prefixes = [prefix]
-        if self._fits_segments(bits):
+        if self.num_queries is None and self.budgets in BUDGETS and bits is None:
             prefixes = split_prefix(prefix, queries, min(sizes))
         segments: Sequence[Heads] = Segments.of(prefix, prefixes, queries)
         if self.num_queries is not None:
@@ -169,10 +169,6 @@ class AttentionMatching(_Options):
                 log_bias=self.log_bias,
                 bits=bits,
             )
-
-    def _fits_segments(self, bits: int | None) -> bool:
-        """Whether the options allow to fit a long prefix segment by segment."""
-        return self.num_queries is None and self.budgets in BUDGETS and bits is None
 
 
 def _check_budget_file(budgets: str) -> None:

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import ClassVar
 
@@ -19,7 +19,7 @@ from kvcat.cache.fingerprint import hash_tensor
 from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.base import (
     Compressor,
-    best_layer,
+    best_layers,
     compact_cache,
     example_generators,
     is_between,
@@ -92,12 +92,28 @@ class GradientCompression(Compressor):
             raise InputError(f"lr must be larger than 0, not {self.lr}")
         if self.schedule not in ("constant", "cosine"):
             raise InputError(f"schedule must be 'constant' or 'cosine', not {self.schedule!r}")
-        _starting_method(self.init, self.seed)
+        self._start  # noqa: B018 its options are checked
+
+    @cached_property
+    def _start(self) -> Compressor | None:
+        """The method that makes the start; None: random positions, the same in every layer."""
+        name, options = parse_spec(self.init)
+        check_one_of("init", name, ("attention-matching", *SCORERS))
+        if name == "random":
+            if options:
+                option = next(iter(options))
+                raise InputError(
+                    f"init {name!r} has no option {option!r}: give it to the gradient method"
+                )
+            return None
+        make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
+        method = make(**options)
+        return method.with_seed(self.seed) if method.draws and "seed" not in options else method
 
     @property
     def draws(self) -> bool:
         """Whether the seed matters."""
-        start = _starting_method(self.init, self.seed)
+        start = self._start
         return start is None or (start.draws and "seed" not in parse_spec(self.init)[1])
 
     def __call__(
@@ -132,8 +148,12 @@ class GradientCompression(Compressor):
     @property
     def needs_all_queries(self) -> bool:  # type: ignore[override]
         """Whether the method that makes the start does."""
-        start = _starting_method(self.init, self.seed)
-        return start is not None and start.needs_all_queries
+        return self._start is not None and self._start.needs_all_queries
+
+    def facts(self, prefix: Prefix) -> dict[str, object]:
+        """The options; the steps have the name that snapshots give them."""
+        options = super().facts(prefix)
+        return {"steps": options.pop("num_steps"), **options}
 
     def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The trained layers of several sizes, one training each."""
@@ -170,19 +190,9 @@ class GradientCompression(Compressor):
 
     def starting_layers(self, prefix: Prefix, num_slots: int) -> Sequence[Layer]:
         """Slots to start from, without the protected ones."""
-        method = _starting_method(self.init, self.seed)
-        if method is not None:
-            return next(method.fit(prefix, [num_slots]))
-        trace = prefix.trace
-        layers = []
-        scores_of_layers = _random_scores(trace, self.seed)
-        for of_layer, slots, scores in zip(
-            trace.layers, prefix.layers, scores_of_layers, strict=True
-        ):
-            if prefix.protected:
-                scores = scores.index_select(2, trace.other_slots(of_layer))
-            layers.append(best_layer(slots, scores, num_slots))
-        return layers
+        if self._start is not None:
+            return next(self._start.fit(prefix, [num_slots]))
+        return best_layers(prefix, _random_scores(prefix.trace, self.seed), num_slots)
 
     def _run(
         self,
@@ -194,8 +204,6 @@ class GradientCompression(Compressor):
         on_step: OnStep | None = None,
     ) -> Iterator[tuple[int, CompactCache]]:
         """The caches after the given numbers of steps; errors are raised before the first step."""
-        trace.check_supervises()
-        _check_suffix(trace)
         slots = self.slots_of(trace, keep_ratio, num_slots)
         if not is_between(trace, slots):
             (untrained,) = self.caches(trace, [slots])
@@ -211,8 +219,6 @@ class GradientCompression(Compressor):
         if state is not None and state.exists():
             training.restore(state)
         prefix = training.prefix
-        options = self.facts(prefix)
-        del options["num_steps"]
         for step in steps:
             while training.num_steps < step:
                 kl = training.step()
@@ -223,7 +229,8 @@ class GradientCompression(Compressor):
                 if on_step is not None:
                     on_step(num_taken, kl)
             layers = prefix.whole_layers(training.layers())
-            cache = compact_cache(prefix.trace, layers, self.name, {"steps": step, **options})
+            facts = {**self.facts(prefix), "steps": step}
+            cache = compact_cache(prefix.trace, layers, self.name, facts)
             yield step, cache if self.bits is None else cache.quantize(self.bits)
 
 
@@ -242,6 +249,7 @@ class SlotTraining:
         self.num_steps = 0
         self.prefix = prefix
         trace = prefix.trace
+        _check_suffix(trace)
         self.trace = trace
         start = prefix.whole_layers(start)
         self._method = method
@@ -255,7 +263,12 @@ class SlotTraining:
             trained = {"keys": padded.keys, "values": padded.values}
             if layer.log_bias is not None and padded.log_bias is not None:
                 trained["log_bias"] = padded.log_bias
-            self._trained.append({name: _trainable(slots) for name, slots in trained.items()})
+            self._trained.append(
+                {
+                    name: at_least_float32(slots).clone().requires_grad_(True)
+                    for name, slots in trained.items()
+                }
+            )
             self._fixed.append(padded.log_bias if layer.log_bias is None else None)
         self._parameters = [slots for trained in self._trained for slots in trained.values()]
         self._optimizer = torch.optim.AdamW(self._parameters, lr=method.lr, weight_decay=0.0)
@@ -272,12 +285,15 @@ class SlotTraining:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
         with torch.enable_grad(), frozen(self.trace.model):
             kl = _mean_kl(self.trace, self._replay())
+            # of the sum, as every example would have it alone
             gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)
+        # no gradient, and thus no step of Adam, where a slot shall stay as it is
         for gradient in gradients:
             gradient[self._is_whole] = 0
             gradient[:, :, : self._num_fixed] = 0
         squares = torch.stack([gradient.flatten(1).square().sum(1) for gradient in gradients])
-        norm = squares.sum(0).sqrt()  # of each example
+        # clipped for each example by itself: its cache does not depend on its batch
+        norm = squares.sum(0).sqrt()
         factor = (_MAX_NORM / (norm + 1e-6)).clamp(max=1.0)
         for parameter, gradient in zip(self._parameters, gradients, strict=True):
             other_dims = [1] * (gradient.ndim - 1)
@@ -377,11 +393,6 @@ def _check_suffix(trace: Trace) -> None:
         )
 
 
-def _trainable(slots: Tensor) -> Tensor:
-    """A copy in at least float32 that takes a gradient."""
-    return at_least_float32(slots).clone().requires_grad_(True)
-
-
 def _mean_kl(trace: Trace, hidden: Float[Tensor, "batch suffix hidden"]) -> Float[Tensor, ""]:
     """Mean over the supervised positions of KL(dense || student), with gradient, chunk by chunk."""
     first = trace.text.supervision_start - trace.prefix_len
@@ -412,29 +423,6 @@ def _recomputing(model: PreTrainedModel, enabled: bool) -> Iterator[None]:
                 del layer.forward
             else:
                 layer.forward = forward
-
-
-def _starting_method(init: str, seed: int) -> Compressor | None:
-    """The method that makes a start; None: random positions, the same in every layer.
-
-    Args:
-        init: name and options.
-        seed: seed for a randomised method that has no seed among its options.
-    """
-    name, options = parse_spec(init)
-    check_one_of("init", name, ("attention-matching", *SCORERS))
-    if name == "random":
-        if options:
-            option = next(iter(options))
-            raise InputError(
-                f"init {name!r} has no option {option!r}: give it to the gradient method"
-            )
-        return None
-    make = AttentionMatching if name == "attention-matching" else partial(Eviction, name)
-    method = make(**options)
-    if method.draws and "seed" not in options:
-        return make(**options, seed=seed)
-    return method
 
 
 def _random_scores(trace: Trace, seed: int) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -55,18 +56,23 @@ class RefinedMatching(Compressor):
         check_one_of("preset", self.preset, _RIDGES)
         check_options(type(self), vars(self), "refined")
         check_least(0, num_steps=self.num_steps)
-        self._start()
+        self._start  # noqa: B018 its options are checked
+
+    @cached_property
+    def _start(self) -> AttentionMatching:
+        """The method that makes the start."""
+        return AttentionMatching(self.preset, budgets=self.budgets, log_bias=self.log_bias)
 
     def facts(self, prefix: Prefix) -> dict[str, object]:
         """The options, with the digest of a file of budgets."""
-        return {**super().facts(prefix), "budgets": self._start().facts(prefix)["budgets"]}
+        return {**super().facts(prefix), "budgets": self._start.facts(prefix)["budgets"]}
 
     @torch.no_grad()
     def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The refined layers; the start's work is done once for all sizes."""
         own_weight = PRESETS[self.preset].get("own_weight", AttentionMatching.own_weight)
         heads = Heads(prefix, fitted_queries(prefix, own_weight, by_share=True))
-        for start in self._start().fit(prefix, sizes):
+        for start in self._start.fit(prefix, sizes):
             yield refine_layers(
                 heads,
                 start,
@@ -75,6 +81,3 @@ class RefinedMatching(Compressor):
                 ridge=_RIDGES[self.preset],
                 log_bias=self.log_bias,
             )
-
-    def _start(self) -> AttentionMatching:
-        return AttentionMatching(self.preset, budgets=self.budgets, log_bias=self.log_bias)

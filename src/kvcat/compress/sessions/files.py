@@ -367,7 +367,6 @@ def _queries_of_tensors(
         positions=positions,
         weights=torch.ones(len(positions)),
         log_elsewhere=of_layers("log_elsewhere"),
-        num_fitted=len(positions),
         starts=tensors["past.starts"],
         place=place,
         log_mass=of_layers("log_mass"),

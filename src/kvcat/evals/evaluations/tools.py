@@ -271,7 +271,11 @@ def make_task(
         chosen = shuffled(draw, [asked, *shuffled(draw, others)[: num_functions - 1]])
         schemas = [function.schema for function in chosen]
         arguments = {name: _argument(draw, name, kind) for name, kind in asked.arguments.items()}
-        spelled = {name: _spelled(value) for name, value in arguments.items()}
+        # true and false as in the call, not as Python writes them
+        spelled = {
+            name: json.dumps(value) if isinstance(value, bool) else str(value)
+            for name, value in arguments.items()
+        }
         lines = [INSTRUCTION, *(json.dumps(schema) + "\n" for schema in schemas)]
         lines.append(f"Request: {asked.request.format(**spelled)}\n")
         right_call = json.dumps({"name": asked.name, "arguments": arguments})
@@ -304,8 +308,3 @@ def _argument(draw: random.Random, name: str, kind: str | tuple[str, ...]) -> st
     if name == "text":
         return f"{pick(draw, _PEOPLE)} is in {pick(draw, _CITIES)}"
     return pick(draw, _WORDS[name])
-
-
-def _spelled(argument: str | int | bool) -> str:
-    """An argument in a request."""
-    return json.dumps(argument) if isinstance(argument, bool) else str(argument)

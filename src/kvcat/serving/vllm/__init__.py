@@ -6,3 +6,6 @@ loads them. ``cpu`` and ``cuda`` are the attention backends. ``requests`` is the
 API server, which makes a request of the field ``kvcat``. ``worker`` is what connector and attention
 share in one process.
 """
+
+CONNECTOR = "kvcat"
+"""The connector's name in vLLM's options."""

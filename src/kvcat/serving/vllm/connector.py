@@ -26,7 +26,7 @@ from kvcat.serving.fingerprints import CheckpointFingerprints
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
 from kvcat.serving.requests import FIELD, SALT
 from kvcat.serving.residents import Orders, Residents
-from kvcat.serving.vllm.plugin import CONNECTOR, is_ours
+from kvcat.serving.vllm import CONNECTOR
 from kvcat.serving.vllm.worker import WORKER
 
 logger = init_logger(__name__)
@@ -451,7 +451,7 @@ def check_options(vllm_config: Any) -> None:
 
 def check_layer(name: str, impl: Any) -> None:
     """Raise an ``InputError`` for a layer whose attention to documents would be wrong."""
-    if not is_ours(impl):
+    if not type(impl).__module__.startswith("kvcat.serving.vllm."):
         raise InputError(
             f"layer {name}: the attention of {type(impl).__name__} does not read documents; on a "
             "GPU, serve with --attention-backend FLASH_ATTN"

@@ -9,7 +9,8 @@ import functools
 import logging
 from typing import Any
 
-CONNECTOR = "kvcat"
+from kvcat.serving.vllm import CONNECTOR
+
 VERSIONS = ("0.32.",)
 """Beginnings of the versions of vLLM whose names the package knows."""
 _PACKAGE = "kvcat.serving.vllm"
@@ -42,11 +43,6 @@ def register() -> None:
     except ValueError:
         return  # it is registered
     _add_middleware()
-
-
-def is_ours(impl: Any) -> bool:
-    """Whether an attention layer reads documents."""
-    return type(impl).__module__.startswith(f"{_PACKAGE}.")
 
 
 def _add_middleware() -> None:
