@@ -204,7 +204,8 @@ def put_away(files):
     facts["xllamacpp"] = next(
         (record["xllamacpp"] for record in records if "xllamacpp" in record), ""
     )
-    facts["commands"] = [record["command"] for record in records]
+    paths = re.compile(r" --(?:work|records|python) \S+|\.\.\./")
+    facts["commands"] = [paths.sub("", record["command"]) for record in records]
     rows = []
     for record in records:
         about = {name: record.get(name) for name in ABOUT}
@@ -218,6 +219,12 @@ def figures_of(values, form):
     return " / ".join(format(value, form) for value in values)
 
 
+def commands(facts, engine):
+    """The commands of an engine's measurements."""
+    of_engine = [command for command in facts["commands"] if f"serving.py {engine} " in command]
+    return " and ".join(f"`python benchmarks/{command}`" for command in of_engine)
+
+
 def megabytes(num_bytes):
     return f"{num_bytes / 1e6:.1f}"
 
@@ -229,17 +236,18 @@ def vllm_table():
     facts = read_json(RECORDS / "serving.json")
     counts = figures_of(sorted(rows["requests"].unique()), "d")
     about = (
-        "Measured by `python benchmarks/serving.py vllm --data textbooks.parquet`, "
-        f"{facts['date']}, {facts['vllm']}, torch {facts['torch']}, {facts['cpu']}, float32, one "
-        "thread of a machine that others used. Two servers take turns, and the best round counts. "
-        f"MB are those of documents, questions and answers at {rows['requests'].max()} requests. "
-        "Right: numbers that the documents state, one question for each."
+        f"Measured by {commands(facts, 'vllm')}, {facts['date']}, {facts['vllm']}, torch "
+        f"{facts['torch']}, {facts['cpu']}, float32, one thread of a machine that others used "
+        f"(load {rows['load'].max():.0f}). Two servers take turns, and the best round counts. MB "
+        "of documents: what is allocated for compact ones, otherwise pages in use less those of "
+        f"questions and answers, at {rows['requests'].max()} requests. Right: numbers that the "
+        "documents state, one question for each. Ordinary cells mean nothing and answer nothing."
     )
     lines = [
         wrapped(about),
         "",
-        f"| documents | | MB | right | tokens a second at {counts} requests | seconds to the first "
-        f"token at {counts} |",
+        f"| documents | | MB of documents | right | tokens a second at {counts} requests | "
+        f"seconds to the first token at {counts} |",
         "|---" * 6 + "|",
     ]
     for (_, num_documents, tokens, keep), setting in rows.groupby(
@@ -248,10 +256,12 @@ def vllm_table():
         for mode, name in MODES.items():
             cell = setting[setting["mode"] == mode].sort_values("requests")
             last = cell.iloc[-1]
-            size = last["cells"] * last["cell_bytes"]
             if mode == "compact":
-                size += last["document_bytes"]
+                size = last["document_bytes"]
+                texts = last["cells"]
                 name = f"{name}, {100 * keep:g} %"
+            else:
+                size = (last["cells"] - texts) * last["cell_bytes"]
             right = "" if mode == "cells" else f"{last['right']:.0f} of {last['asked']}"
             figures = [
                 f"{num_documents} of {tokens:,} tokens" if mode == "compact" else "",
@@ -299,7 +309,7 @@ def one_table():
     keep = f"{100 * setting['keep']:g} %"
     about = (
         f"{setting['model']}, a document of {setting['tokens']:,} tokens, compact at {keep} of the "
-        "slots, one question after the other. Measured by `python benchmarks/serving.py one` "
+        f"slots, one question after the other. Measured by {commands(facts, 'one')} "
         f"(vLLM: the table below, its documents together), {facts['date']}, xllamacpp "
         f"{facts['xllamacpp']}, {facts['cpu']}, one thread; float32, in llama.cpp float16. The "
         "first time: reading the text, or loading the cache's file; llama.cpp restores its cache "
