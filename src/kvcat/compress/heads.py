@@ -14,6 +14,7 @@ from kvcat.compress.fitted_rows import fitted_attention, most_fitted
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, PastAttention
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
+from kvcat.memory import rows_per_chunk
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 T = TypeVar("T")
@@ -39,8 +40,8 @@ class Heads:
         queries: of every source, to fit to.
     """
 
-    group_elements: ClassVar[int] = 2**24
-    """Most numbers that a group of heads holds, if one head has no more."""
+    group_elements: ClassVar[int] = 2**22
+    """Most numbers that a group of heads holds on a CPU, if one head has no more."""
 
     prefix: Prefix
     queries: Sequence[QuerySet]
@@ -88,7 +89,8 @@ class Heads:
 
     def _limited(self, heads: list[HeadIndex], held: int) -> list[list[HeadIndex]]:
         """The heads in groups of ``group_elements`` at most, where each head holds ``held``."""
-        num_heads = max(1, self.group_elements // held)
+        device = self.prefix.layers[0].keys.device
+        num_heads = rows_per_chunk(held, device, cpu_elements=self.group_elements)
         return [heads[start : start + num_heads] for start in range(0, len(heads), num_heads)]
 
     @cached_property
