@@ -10,7 +10,7 @@ from kvcat.compress import AttentionMatching, Reconstruction, make_compressor, s
 from kvcat.compress.documents import check_length
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
-from kvcat.compress.parts import num_positions_in_parts, trace_in_parts
+from kvcat.compress.parts import num_positions_in_parts, repeated_tokens, trace_in_parts
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.segments import Segments, split_prefix
@@ -63,6 +63,26 @@ def test_the_queries_of_a_part_are_those_of_a_stock_forward_of_text_and_part(
             ours = (scores - total.unsqueeze(-1)).exp()
             # queries are kept in 8 bits
             torch.testing.assert_close(ours, expected, rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize("is_grown", [False, True])
+def test_the_last_tokens_of_a_prefix_are_repeated_as_in_a_stock_forward(double, windows, is_grown):
+    text = windows[:, :TEXT]
+    past = trace(double, windows, 24).dense_cache() if is_grown else None
+    traced = trace(double, windows, TEXT, past=past)
+    instruction = windows[0, TEXT : TEXT + INSTRUCTION]
+    (source,) = repeated_tokens(traced, instruction, 24)
+    assert source.repeated.tolist() == list(range(24, 48))
+    # begun with the 16 tokens before them
+    middle = instruction.expand(len(windows), -1)
+    attention = eager_attention(double, torch.cat([text, middle, text[:, 24 - 16 :]], dim=1))
+    for layer, keys in enumerate(traced.keys):
+        scores = source.of_layer(layer, layer) @ keys.repeat_interleave(2, 1).mT
+        scores = scores * traced.scales[layer]
+        total = torch.logaddexp(scores.logsumexp(-1), source.log_elsewhere[layer])
+        expected = attention[layer][:, :, -24:, :TEXT]
+        ours = (scores - total.unsqueeze(-1)).exp()
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
 
 def test_a_text_of_one_part_gives_the_cache_of_one_repetition(double, sequence):

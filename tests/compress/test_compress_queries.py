@@ -11,6 +11,7 @@ from kvcat.compress import AttentionMatching, split_supervision, trace
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
+from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.query_set import Rows
@@ -250,18 +251,24 @@ def attention_from(double, states, layer, shifts, keys, values):
     return scores.logsumexp(-1), scores.softmax(-1) @ values
 
 
-def assert_rounded(rows, exact):
-    """Rows equal exact vectors, but for two roundings to 8 bits."""
+def assert_rounded(rows, exact, before):
+    """Rows equal exact vectors, but for their rounding to 8 bits and that of what was before."""
     largest = exact.abs().amax(-1, keepdim=True)
-    assert ((rows.numbers() - exact).abs() <= 2 * 0.51 / 127 * largest).all()
+    step = largest / 127 + before.scales
+    assert ((rows.numbers() - exact).abs() <= 0.51 * step).all()
 
 
-@pytest.mark.parametrize("budgets", ["equal", "adaptive"])
+@pytest.mark.parametrize(
+    ("budgets", "is_repeated"), [("equal", False), ("adaptive", False), ("adaptive", True)]
+)
 def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
-    double, windows, budgets
+    double, windows, budgets, is_repeated
 ):
     before = trace(double, windows, 32)
-    kept = keep_queries(before, 8)
+    repeated = repeated_tokens(before, windows[0, :5], 0) if is_repeated else []
+    kept = keep_queries(before, 8, repeated)
+    if is_repeated:
+        assert kept.starts.tolist() == [32] * 8
     past = AttentionMatching(budgets=budgets)(before, num_slots=9)
     new = grown_trace(double, windows, past, kept)
     fitted = fitted_queries(Prefix.of(new), 1.0, by_share=True)
@@ -276,7 +283,7 @@ def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
         log_mass, outputs = attention_from(double, states, layer, shifts, keys, values)
         # what later fits are to reproduce
         torch.testing.assert_close(joined.log_mass[layer][:, :, is_kept], log_mass)
-        assert_rounded(joined.outputs[layer][:, :, is_kept], outputs)
+        assert_rounded(joined.outputs[layer][:, :, is_kept], outputs, kept.outputs[layer])
         # what this fit is to reproduce
         dense = dense_attention(Heads(Prefix.of(new), fitted).load([(layer, 1, 0)]))
         rows = slice(2 * 16, 2 * 24)  # after those of the suffix; both query heads of a token
@@ -369,7 +376,7 @@ def test_protected_tokens_are_no_part_of_what_kept_queries_attended_to(double, w
             torch.cat(values, dim=2),
         )
         torch.testing.assert_close(joined.log_mass[layer][:, :, is_kept], log_mass)
-        assert_rounded(joined.outputs[layer][:, :, is_kept], outputs)
+        assert_rounded(joined.outputs[layer][:, :, is_kept], outputs, kept.outputs[layer])
 
 
 def test_vectors_in_eight_bits_are_within_half_a_step_and_zeros_stay_zeros():

@@ -8,11 +8,14 @@ from datetime import datetime
 
 import pytest
 import torch
+from structured_heads import eager_attention
 
 from kvcat import Session
 from kvcat.cache import CompactCache
 from kvcat.cache.files import SESSION, read_tensors, write_tensors
 from kvcat.compress import Eviction, replay, trace
+from kvcat.compress.documents import INSTRUCTION
+from kvcat.text.encoder import TextEncoder
 from tiny import byte_tokenizer, loud_model, refusal
 
 TOKENS = torch.randint(3, 60, (100,), generator=torch.Generator().manual_seed(2))
@@ -110,6 +113,35 @@ def test_a_session_stays_within_its_budget_and_its_tail_stays_exact(model, make)
     assert torch.allclose(session._state.keys[0], dense.keys[0][:, :, first_exact:])
     assert session.cache.num_tokens == 100
     assert session.cache.mean_slots == session.held_slots
+
+
+def test_a_session_keeps_the_queries_of_a_repetition_of_what_it_compacts(model, make, tokenizer):
+    session = make()
+    session.append(TOKENS[:50])
+    kept = session._state.past_queries
+    assert kept.positions.tolist() == list(range(42))
+    instruction = torch.tensor(TextEncoder(tokenizer).behind(INSTRUCTION))
+    ids = torch.cat([TOKENS[:42], instruction, TOKENS[:42]]).unsqueeze(0)
+    attention = eager_attention(model, ids)
+    dense = trace(model, TOKENS[:42].unsqueeze(0), supervision="self")
+    for layer, keys in enumerate(dense.keys):
+        scores = kept.states[layer].numbers() @ keys.repeat_interleave(2, 1).mT
+        scores = scores * dense.scales[layer]
+        total = torch.logaddexp(scores.logsumexp(-1), kept.log_elsewhere[layer])
+        shares = (scores - total.unsqueeze(-1)).exp()
+        # queries are kept in 8 bits
+        torch.testing.assert_close(shares, attention[layer][:, :, -42:, :42], rtol=0, atol=0.02)
+
+
+@pytest.mark.parametrize(("method", "num_tokens"), [("streaming", 50), ("attention-matching", 200)])
+def test_without_a_use_or_without_positions_nothing_is_repeated(make, method, num_tokens):
+    session = make(method=method, num_kept=256)
+    tokens = TOKENS.repeat(2)[:num_tokens]
+    session.append(tokens)
+    # a token's own queries are kept as those of its part, not as those of a repetition
+    kept = session._state.past_queries
+    assert (kept.starts <= kept.positions).all()
+    assert len(kept) == num_tokens - 8
 
 
 def test_a_budget_in_bytes_holds_as_many_slots_as_fit_and_is_never_exceeded(model, tokenizer, make):

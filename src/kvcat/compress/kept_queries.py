@@ -6,7 +6,9 @@ exact text stays the target of later fits.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -28,7 +30,9 @@ from the text than the queries that will come.
 """
 
 
-def keep_queries(trace: Trace, count: int, places: int = PLACES) -> QuerySet | None:
+def keep_queries(
+    trace: Trace, count: int, repeated: Sequence[QuerySet] = (), places: int = PLACES
+) -> QuerySet | None:
     """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
 
     Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
@@ -37,13 +41,15 @@ def keep_queries(trace: Trace, count: int, places: int = PLACES) -> QuerySet | N
     Args:
         trace: of a prefix, before its compression, with all its queries after the compact cache;
             those kept before are placed (``placed_ahead``).
+        repeated: queries of its tokens after the compact cache, repeated right after the prefix
+            (``repeated_tokens``), which are kept in place of the tokens' own; (): their own.
         count: largest number of tokens whose queries are kept, at least 0.
         places: tokens between the places of kept queries.
 
     Raises:
         ValueError: kept queries of an earlier place.
     """
-    moved = own_queries(trace)
+    moved = _of_repeated_tokens(repeated, trace.prefix_len) if repeated else own_queries(trace)
     if moved is None:
         return None
     place = _place(trace.prefix_len, places)
@@ -98,11 +104,26 @@ def _place(num_tokens: int, places: int) -> int:
     return -(-num_tokens // places) * places
 
 
+def _of_repeated_tokens(repeated: Sequence[QuerySet], start: int) -> QuerySet:
+    """Queries of a repetition as those of the tokens that it repeats, in one set.
+
+    Args:
+        repeated: the queries of each part.
+        start: position at which every part was repeated.
+    """
+    of_tokens = []
+    for each in repeated:
+        tokens: Any = each.repeated
+        starts = torch.full([len(each)], start)
+        of_tokens.append(replace(each, positions=tokens, repeated=None, starts=starts))
+    return reduce(_joined, of_tokens)
+
+
 def _placed(trace: Trace, moved: QuerySet, place: int) -> QuerySet:
     """Queries of the prefix, in 8 bits, with their attention to all of it from another place."""
-    exact: Any = moved.states
+    states = [each if isinstance(each, Rows) else Rows.of(each) for each in moved.states]
     # what the rounded queries attend to
-    rounded = replace(moved, states=list(map(Rows.of, exact)), place=place, rotation=None)
+    rounded = replace(moved, states=states, place=place, rotation=None)
     prefix = Prefix.of(trace)
     attended = [
         _attended(prefix, layer, rounded, place, slice(None)) for layer in range(len(trace.layers))

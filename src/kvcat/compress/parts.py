@@ -113,6 +113,33 @@ def trace_in_parts(
     return replace(trace, sources=sources)
 
 
+@torch.no_grad()
+def repeated_tokens(
+    trace: Trace, instruction: Int[Tensor, " instruction"], first: int
+) -> list[QuerySet]:
+    """The queries of the last tokens of a prefix, repeated right after it; [] without positions.
+
+    They are repeated after an instruction and the tokens before them, whose queries are not kept.
+
+    Args:
+        trace: of the prefix, the first tokens of which may be in a compact cache.
+        instruction: that asks for the repetition.
+        first: of the tokens.
+    """
+    prefix = trace.input_ids[:, : trace.prefix_len]
+    copied = prefix[:, max(0, first - _LEAD) :]
+    middle = instruction.to(prefix).expand(len(prefix), -1)
+    start = trace.prefix_len + len(instruction)
+    sequence = Reconstruction(torch.cat([prefix, middle, copied], dim=1), trace.prefix_len, start)
+    positions = positions_of(trace.model.config)
+    if num_positions_in_parts(sequence, positions) > positions:
+        return []
+    sets = list(_repeated(trace, sequence, num_parts(sequence, positions)))
+    numbers: list[Any] = [each.repeated for each in sets]
+    chosen = [(repeated >= first).nonzero().squeeze(1) for repeated in numbers]
+    return [each.selected(rows) for each, rows in zip(sets, chosen, strict=True) if len(rows)]
+
+
 def _with_last_queries(trace: Trace, positions: Int[Tensor, " last"]) -> Trace:
     """The trace without the queries of its prefix except for those at the last positions."""
     layers = [
@@ -169,7 +196,7 @@ def _repeated_part(
             past=text_cache,
             rope=trace.text.rope,
             layers=trace.layer_numbers,
-            first_slot=trace.prefix_len,
+            first_slot=-ids.shape[1],  # slots of a compact cache are fewer than its tokens
         )
     masses = [
         log_mass(*layer, last_seen)

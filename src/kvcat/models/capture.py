@@ -90,7 +90,7 @@ def capture(
         layers: numbers of the layers whose states are captured; None: all. The lists of the result
             have these layers in this order.
         first_slot: first slot of every layer whose key and value are captured, those of ``past``
-            included; the others are in no result.
+            included, from the end if negative; the others are in no result.
 
     Raises:
         InputError: ``torch.autocast`` is on, or an argument is not valid.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from kvcat.cache import CompactCache, fingerprint
 from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
 from kvcat.compress.kept_queries import keep_queries, placed_ahead
+from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.prefix import clipped, joined_ranges, protecting
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.sessions.budget import budget_in_slots, check_budget
 from kvcat.compress.sessions.files import SavedSession, read_session, session_lock, write_session
 from kvcat.compress.sessions.generation import SessionRow, check_settings, inputs_after
@@ -23,7 +26,13 @@ from kvcat.compress.sessions.inputs import (
     checked_model,
     token_ids,
 )
+from kvcat.compress.sessions.repetition import (
+    fits_queries,
+    fitted_also_to,
+    instruction_ids,
+)
 from kvcat.compress.sessions.state import SessionState
+from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_least, one_line
 from kvcat.generate import end_tokens, generate
 from kvcat.models import logits_from_hidden, positions_of
@@ -35,15 +44,16 @@ from kvcat.types import Float, Int, Tensor
 class Session:
     """A conversation in a bounded number of KV slots.
 
-    Tokens are appended once, and never run again for the cache. When they need more slots than
-    ``budget``, all but the last ``tail`` tokens are compressed with the slots from before, to
-    ``budget - tail - room`` slots. The fit uses the queries of the tail, which come after what is
-    compressed; those of the tokens that are compressed now; and the queries of ``num_kept``
-    tokens compressed before, in 8 bits, with what they attended to while it was exact, so that
-    errors of earlier fits do not add up. Slots that were fitted before have a log-bias, which is
-    part of the attention that the next fit reproduces for the other queries, so that they count as
-    the tokens that they represent. Until the first compaction the logits are those of the dense
-    model.
+    Tokens are appended once. When they need more slots than ``budget``, all but the last ``tail``
+    tokens are compressed with the slots from before, to ``budget - tail - room`` slots. For the fit
+    the model repeats the tokens that are compressed now, right after them, as it repeats a
+    document. The fit uses the queries of this repetition, the tokens' own, and those of the
+    repetition of ``num_kept`` tokens compressed before, in 8 bits, with what they attended to while
+    it was exact, so that errors of earlier fits do not add up. Without a repetition (too few
+    positions, a tokenizer that cannot ask for it) the queries of the tail take its place, and the
+    tokens' own are kept. Slots that were fitted before have a log-bias, which is part of the
+    attention that the next fit reproduces for the other queries, so that they count as the tokens
+    that they represent. Until the first compaction the logits are those of the dense model.
 
     Sessions of one process are independent of each other; use a model from one thread at a time.
     The model stays as it is: a call after a change of its weights or settings is rejected, because
@@ -82,7 +92,7 @@ class Session:
         tail: int = 64,
         method: str | Compressor = "attention-matching",
         room: int | None = None,
-        num_kept: int = 1024,
+        num_kept: int = 2048,
         piece: int = 1024,
         protect: Sequence[Range] = (),
     ) -> None:
@@ -432,12 +442,30 @@ class Session:
         whole = state.trace(self.model, self._fingerprint, self.tail)
         protect = clipped(self.protect, 0, whole.prefix_len)
         trace = placed_ahead(protecting(whole, protect))
+        repeated = self._repeated(trace)
+        fitted = fitted_also_to(trace, repeated)
         try:
-            compact = self._compressor(trace, num_slots=min(num_slots, trace.prefix_len))
+            compact = self._compressor(fitted, num_slots=min(num_slots, trace.prefix_len))
         except torch.linalg.LinAlgError as error:  # of a file with absurd numbers
             raise InputError(f"the session cannot be compressed: {one_line(error)}") from error
         self.num_compactions += 1
-        return state.compacted(compact, keep_queries(trace, self.num_kept))
+        return state.compacted(compact, keep_queries(trace, self.num_kept, repeated))
+
+    def _repeated(self, trace: Trace) -> list[QuerySet]:
+        """The queries of the tokens after the compact cache, repeated after the prefix.
+
+        [] for a method that does not fit them, for queries that cannot be moved, for a tokenizer
+        that cannot encode the instruction, and where the model has too few positions.
+        """
+        is_fitted = fits_queries(self._compressor) and trace.rotation is not None
+        if not is_fitted or not self._instruction:
+            return []
+        return repeated_tokens(trace, torch.tensor(self._instruction), trace.past_len)
+
+    @cached_property
+    def _instruction(self) -> list[int]:
+        """Token ids of the instruction to repeat a text; [] if the tokenizer cannot encode it."""
+        return instruction_ids(self.model, self._encoder)
 
     def _ends_answer(self, token: int, settings: Mapping[str, Any]) -> bool:
         """Whether a token ended an answer with these settings and is no part of its text.

@@ -1,0 +1,56 @@
+"""What a session compacts is repeated after it, and the queries of the repetition are fitted to.
+
+A text's own queries show what its next words depend on. A model that copies a text looks up every
+word and digit of it, which is what answers about it need.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from transformers import PreTrainedModel
+
+from kvcat.cache import check_token_ids
+from kvcat.compress.base import Compressor
+from kvcat.compress.documents import INSTRUCTION
+from kvcat.compress.methods.attention_matching import AttentionMatching
+from kvcat.compress.methods.refined import RefinedMatching
+from kvcat.compress.queries import own_queries
+from kvcat.compress.query_set import QuerySet
+from kvcat.compress.trace import Trace
+from kvcat.errors import InputError
+from kvcat.text.encoder import TextEncoder
+
+
+def fits_queries(compressor: Compressor) -> bool:
+    """Whether a method fits queries alone: others read none, or learn from predictions."""
+    return isinstance(compressor, AttentionMatching | RefinedMatching)
+
+
+def instruction_ids(model: PreTrainedModel, encoder: TextEncoder) -> list[int]:
+    """Token ids of the instruction to repeat a text; [] if the tokenizer cannot encode it."""
+    try:
+        ids = encoder.behind(INSTRUCTION)
+        check_token_ids(model, torch.tensor([ids]))
+    except InputError:
+        return []
+    return ids
+
+
+def fitted_also_to(trace: Trace, repeated: Sequence[QuerySet]) -> Trace:
+    """The trace whose sources are a repetition, the queries kept before, and the prefix's own.
+
+    Args:
+        trace: whose queries can be moved.
+        repeated: queries of its tokens after the compact cache (``repeated_tokens``); (): the
+            trace as it is.
+    """
+    moved = own_queries(trace) if repeated else None
+    if moved is None:
+        return trace
+    sources = list(repeated)
+    kept = None if trace.past is None else trace.past.queries
+    if kept is not None and len(kept):
+        weights = torch.full([len(kept)], (trace.past_len / len(kept)) ** 0.5)
+        sources.append(replace(kept, weights=weights, rotation=moved.rotation))
+    return replace(trace, sources=[*sources, moved])
