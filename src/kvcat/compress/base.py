@@ -60,6 +60,9 @@ class Compressor(ABC):
     what is compact already."""
     needs_predictions: ClassVar[bool] = False
     """Whether the method learns from the model's predictions after the prefix."""
+    fits_queries: ClassVar[bool] = False
+    """Whether the method fits slots to queries alone (``fitted_queries``), for which a session
+    repeats what it compacts."""
     protects: ClassVar[bool] = True
     """Whether the method can fit the other slots around protected ones."""
     resumes: ClassVar[bool] = False

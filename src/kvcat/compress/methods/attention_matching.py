@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -39,6 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 @dataclass(frozen=True)
 class _Options(Compressor):
     """The options of ``AttentionMatching``, described there."""
+
+    fits_queries: ClassVar[bool] = True
 
     preset: str = field(default="stable", compare=False)
     num_queries: int | None = None

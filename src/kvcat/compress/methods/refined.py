@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
@@ -47,6 +48,7 @@ class RefinedMatching(Compressor):
         closed form: Jiang and Jin 2026, arXiv:2603.27819.
     """
 
+    fits_queries: ClassVar[bool] = True
     preset: str = "stable"
     num_steps: int = 12
     budgets: str = "adaptive"

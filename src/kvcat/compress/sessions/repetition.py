@@ -11,20 +11,12 @@ import torch
 from transformers import PreTrainedModel
 
 from kvcat.cache import check_token_ids
-from kvcat.compress.base import Compressor
 from kvcat.compress.documents import INSTRUCTION
-from kvcat.compress.methods.attention_matching import AttentionMatching
-from kvcat.compress.methods.refined import RefinedMatching
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
 from kvcat.text.encoder import TextEncoder
-
-
-def fits_queries(compressor: Compressor) -> bool:
-    """Whether a method fits queries alone: others read none, or learn from predictions."""
-    return isinstance(compressor, AttentionMatching | RefinedMatching)
 
 
 def instruction_ids(model: PreTrainedModel, encoder: TextEncoder) -> list[int]:

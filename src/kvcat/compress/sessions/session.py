@@ -26,11 +26,7 @@ from kvcat.compress.sessions.inputs import (
     checked_model,
     token_ids,
 )
-from kvcat.compress.sessions.repetition import (
-    fits_queries,
-    fitted_also_to,
-    instruction_ids,
-)
+from kvcat.compress.sessions.repetition import fitted_also_to, instruction_ids
 from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_least, one_line
@@ -457,7 +453,7 @@ class Session:
         [] for a method that does not fit them, for queries that cannot be moved, for a tokenizer
         that cannot encode the instruction, and where the model has too few positions.
         """
-        is_fitted = fits_queries(self._compressor) and trace.rotation is not None
+        is_fitted = self._compressor.fits_queries and trace.rotation is not None
         if not is_fitted or not self._instruction:
             return []
         return repeated_tokens(trace, torch.tensor(self._instruction), trace.past_len)
