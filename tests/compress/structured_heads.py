@@ -62,10 +62,14 @@ def plain_error(block, dense, slots):
     return (attended - dense.outputs).square().sum((1, 2))
 
 
-def eager_attention(model, ids):
+def eager_attention(model, ids, is_seen=None):
     """Attention weights of every layer by transformers' own eager path: (batch, heads, tokens,
-    tokens)."""
+    tokens); ``is_seen`` is False for tokens that no query sees."""
     eager = type(model)._from_config(model.config, attn_implementation="eager").to(model.dtype)
     eager.load_state_dict(model.state_dict())
     with torch.no_grad():
-        return eager(ids, output_attentions=True).attentions
+        mask = None if is_seen is None else is_seen.expand_as(ids)
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        return eager(
+            ids, attention_mask=mask, position_ids=positions, output_attentions=True
+        ).attentions

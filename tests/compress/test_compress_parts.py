@@ -6,9 +6,17 @@ import pytest
 import torch
 from structured_heads import eager_attention
 
-from kvcat.compress import AttentionMatching, Reconstruction, make_compressor, segments, trace
+from kvcat.compress import (
+    AttentionMatching,
+    Eviction,
+    Reconstruction,
+    fitted_rows,
+    make_compressor,
+    segments,
+    trace,
+)
 from kvcat.compress.documents import check_length
-from kvcat.compress.head_attention import dense_attention
+from kvcat.compress.head_attention import DenseAttention, dense_attention
 from kvcat.compress.heads import Heads
 from kvcat.compress.parts import num_positions_in_parts, repeated_tokens, trace_in_parts
 from kvcat.compress.prefix import Prefix
@@ -65,22 +73,30 @@ def test_the_queries_of_a_part_are_those_of_a_stock_forward_of_text_and_part(
             torch.testing.assert_close(ours, expected, rtol=0, atol=0.02)
 
 
-@pytest.mark.parametrize("is_grown", [False, True])
-def test_the_last_tokens_of_a_prefix_are_repeated_as_in_a_stock_forward(double, windows, is_grown):
+@pytest.mark.parametrize("num_past", [None, 24, 10])
+def test_the_last_tokens_of_a_prefix_are_repeated_as_in_a_stock_forward(double, windows, num_past):
+    """Without a cache; after one of the first 24 tokens; after one that has dropped 14 of them."""
     text = windows[:, :TEXT]
-    past = trace(double, windows, 24).dense_cache() if is_grown else None
+    past = None
+    num_dropped = 0
+    if num_past is not None:
+        past = Eviction("first")(trace(double, windows, 24), num_slots=num_past)
+        num_dropped = 24 - num_past
     traced = trace(double, windows, TEXT, past=past)
     instruction = windows[0, TEXT : TEXT + INSTRUCTION]
     (source,) = repeated_tokens(traced, instruction, 24)
     assert source.repeated.tolist() == list(range(24, 48))
     # begun with the 16 tokens before them
     middle = instruction.expand(len(windows), -1)
-    attention = eager_attention(double, torch.cat([text, middle, text[:, 24 - 16 :]], dim=1))
+    ids = torch.cat([text, middle, text[:, 24 - 16 :]], dim=1)
+    numbers = torch.arange(ids.shape[1])
+    is_seen = (numbers < 24 - num_dropped) | (numbers >= 24)
+    attention = eager_attention(double, ids, is_seen)
     for layer, keys in enumerate(traced.keys):
         scores = source.of_layer(layer, layer) @ keys.repeat_interleave(2, 1).mT
         scores = scores * traced.scales[layer]
         total = torch.logaddexp(scores.logsumexp(-1), source.log_elsewhere[layer])
-        expected = attention[layer][:, :, -24:, :TEXT]
+        expected = attention[layer][:, :, -24:, :TEXT][..., is_seen[:TEXT]]
         ours = (scores - total.unsqueeze(-1)).exp()
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-6)
 
@@ -103,6 +119,23 @@ def test_a_text_of_one_part_gives_the_cache_of_one_repetition(double, sequence):
 def parts_of_24(monkeypatch):
     """Slots of 24 tokens are fitted together."""
     monkeypatch.setattr(segments, "SEGMENT_TOKENS", 24)
+
+
+def test_drawn_queries_attend_again_as_when_the_slots_of_a_part_were_ordered(
+    in_parts, parts_of_24, monkeypatch
+):
+    monkeypatch.setattr(fitted_rows, "LEAST_FITTED", 0)
+    monkeypatch.setattr(fitted_rows, "FITTED_PER_SLOT", 1.0)
+    again = AttentionMatching()(in_parts, num_slots=9)
+    # their attention is kept, not only the choice of queries
+    monkeypatch.setattr(DenseAttention, "order_alone", lambda attention: attention)
+    kept = AttentionMatching()(in_parts, num_slots=9)
+    for ours, theirs in zip(again.layers, kept.layers, strict=True):
+        for our_row, their_row in zip(ours.heads(), theirs.heads(), strict=True):
+            for our_head, their_head in zip(our_row, their_row, strict=True):
+                torch.testing.assert_close(our_head.keys, their_head.keys)
+                torch.testing.assert_close(our_head.log_bias, their_head.log_bias)
+                torch.testing.assert_close(our_head.values, their_head.values)
 
 
 def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_of_24, monkeypatch):

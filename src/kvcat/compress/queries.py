@@ -47,7 +47,7 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     trace = prefix.trace
     if own_weight is None:
         own_weight = usual_own_weight(trace)
-    moved = _moved_sets(trace) if own_weight else []
+    moved = moved_sets(trace) if own_weight else []
     supervising = _supervising_sets(trace, has_moved=bool(moved))
     if supervising:
         # errors are weighted before they are squared
@@ -90,7 +90,7 @@ def _supervising_sets(trace: Trace, *, has_moved: bool) -> list[QuerySet]:
     return [replace(queries, log_elsewhere=own_text)]
 
 
-def _moved_sets(trace: Trace) -> list[QuerySet]:
+def moved_sets(trace: Trace) -> list[QuerySet]:
     """The prefix's own queries, after those that were kept of tokens in a compact cache.
 
     Each of the latter represents as many tokens as are in the cache for every query kept. There are

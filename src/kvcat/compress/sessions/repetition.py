@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import check_token_ids
 from kvcat.compress.documents import INSTRUCTION
-from kvcat.compress.queries import own_queries
+from kvcat.compress.queries import moved_sets
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -37,12 +37,6 @@ def fitted_also_to(trace: Trace, repeated: Sequence[QuerySet]) -> Trace:
         repeated: queries of its tokens after the compact cache (``repeated_tokens``); (): the
             trace as it is.
     """
-    moved = own_queries(trace) if repeated else None
-    if moved is None:
+    if not repeated:
         return trace
-    sources = list(repeated)
-    kept = None if trace.past is None else trace.past.queries
-    if kept is not None and len(kept):
-        weights = torch.full([len(kept)], (trace.past_len / len(kept)) ** 0.5)
-        sources.append(replace(kept, weights=weights, rotation=moved.rotation))
-    return replace(trace, sources=[*sources, moved])
+    return replace(trace, sources=[*repeated, *moved_sets(trace)])
