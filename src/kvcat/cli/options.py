@@ -4,8 +4,11 @@ import dataclasses
 import inspect
 import os
 import re
+import shutil
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
 from pathlib import Path
@@ -13,6 +16,7 @@ from typing import Annotated, Any
 
 import tyro
 from tyro import _errors as events  # the hook for parse errors; tyro is pinned for it
+from tyro import _strings as strings
 
 from kvcat.cli.names import method_lines
 from kvcat.cli.threads import THREADS
@@ -23,6 +27,7 @@ _MODEL_FILES = (
     "merges.txt", "chat_template*", "*.model", "model*.safetensors*", "pytorch_model*.bin*",
 )  # fmt: skip
 """The files that loading a model's folder may read; an output may be next to them."""
+_MAX_COLUMNS = 100  # of the paragraphs of a help text
 _SHORT = {"-o": "--output"}
 _LIBRARY_NAMES = {
     "--keep": "keep_ratio",
@@ -51,8 +56,10 @@ def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> 
     for described in _described(target):
         if described.__doc__:
             described.__doc__ = _unwrapped(described.__doc__)
-    with events.on_parse_error(partial(_reject, [*repeatable, THREADS])):
-        return tyro.cli(target, prog=prog, args=arguments, config=config, **settings)
+    about = settings.pop("description", target.__doc__ or "").partition("\nArgs:\n")[0]
+    settings |= {"config": config, "description": _wrapped(about.strip())}
+    with events.on_parse_error(partial(_reject, [*repeatable, THREADS])), _line_breaks_kept():
+        return tyro.cli(target, prog=prog, args=arguments, **settings)
 
 
 def _options(target: Any) -> dict[str, bool]:
@@ -112,6 +119,33 @@ def _unwrapped(docstring: str) -> str:
         text = text.replace("{methods}", "\n".join(["Methods:", *shown]))
     text = re.sub(r"\n {8,}(?=\S)", " ", text)  # lines below "    argument: ..."
     return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+@contextmanager
+def _line_breaks_kept() -> Iterator[None]:
+    """In the block tyro keeps the lines of a description, which it joins otherwise."""
+    join = strings.remove_single_line_breaks
+    strings.remove_single_line_breaks = str.rstrip
+    try:
+        yield
+    finally:
+        strings.remove_single_line_breaks = join
+
+
+def _wrapped(text: str) -> str:
+    """A text with its lines no longer than the terminal's, as tyro's boxes; nor than 100 columns.
+
+    A name and what it is, with blanks between them, stay two columns, and an example one line.
+    """
+    width = min(shutil.get_terminal_size().columns, _MAX_COLUMNS)
+    lines = []
+    for line in text.splitlines():
+        hanging = re.match(r"  \S+ +(?=\S)", line)
+        indent = " " * len(hanging[0]) if hanging else ""
+        if not line.startswith("Example:"):
+            line = textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def completion(commands: Mapping[str, Any], arguments: Sequence[str]) -> None:

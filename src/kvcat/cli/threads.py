@@ -6,7 +6,7 @@ import sys
 from kvcat.errors import InputError
 
 THREADS_HELP = """common option:
-  --threads INT>=1  Number of processor threads; by default OMP_NUM_THREADS, or all processors.
+  --threads INT>=1  Processor threads (default: OMP_NUM_THREADS, or all).
 """
 THREADS = "--threads"
 _MOST_THREADS = max(1024, os.cpu_count() or 1)  # torch fails, or makes so many, for a slip
