@@ -98,7 +98,7 @@ def compression() -> None:
 
 def queries() -> None:
     """Where the queries come from that a cache is fitted to."""
-    title = "Queries after the prefix, and the prefix's own queries moved behind it"
+    title = "Queries after the prefix, and the prefix's own queries moved after it"
     picture = Picture(title, 720, 225)
     picture.text(20, 30, "The document in three parts, and the text after it")
     part_colors = ["#cfe3f1", "#9cc7e3", "#63a6d2"]

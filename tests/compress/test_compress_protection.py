@@ -210,7 +210,7 @@ def test_protected_slots_and_few_bits_are_rejected(traced):
         packed, traced, num_slots=9, protect=RANGES
     )
     cache = make_compressor("streaming")(traced, num_slots=9, protect=RANGES)
-    assert "protected slots, which few bits would round" in refusal(cache.quantize, 8)
+    assert "protected slots, which quantisation would round" in refusal(cache.quantize, 8)
 
 
 SYSTEM = (

@@ -298,7 +298,7 @@ def test_the_cache_of_a_session_names_its_protected_slots(model, make):
     assert cache.metadata["protected_later"] == "70:75"
     exact = trace(model, TOKENS[:6].unsqueeze(0), 5).keys[0][0, 0, 2:]
     torch.testing.assert_close(cache.layers[0].head(0, 0).keys[:3], exact, rtol=0, atol=1e-10)
-    assert "protected slots, which few bits would round" in refusal(cache.quantize, 8)
+    assert "protected slots, which quantisation would round" in refusal(cache.quantize, 8)
     tokens = TOKENS[:90].unsqueeze(0)
     assert "a session's last tokens" in refusal(trace, model, tokens, 80, past=cache)
 

@@ -146,7 +146,7 @@ class CompactCache:
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
         if self.record.has_protected:
-            raise InputError("the cache has protected slots, which few bits would round")
+            raise InputError("the cache has protected slots, which quantisation would round")
         ordinary = self.ordinary_layers()
         layers = [quantized_layer(layer, wanted) for layer in ordinary]
         slots = first_slots([layer.heads() for layer in ordinary]) or self.record.first_slots
