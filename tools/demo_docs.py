@@ -21,8 +21,9 @@ ABOUT = (
     "What `make demo` finds on `kvcat-base`, the model of a million parameters that comes with the "
     "package and knows Python sources only. kvcat {kvcat}, torch {torch}, transformers "
     "{transformers}, {cpu}, {date}; [provenance.jsonl](provenance.jsonl) has the rest. The page "
-    "that the command writes has every figure. The strongest rival, KVzip, is not among the methods, "
-    "because it needs kvpress: the [leaderboard](../leaderboard.md) compares it on real models."
+    "that the command writes has every figure. The strongest rival, KVzip, is not among the "
+    "methods, because it needs kvpress: the [leaderboard](../leaderboard.md) compares it on real "
+    "models."
 )
 COMPRESSION = (
     "Caches of {prefix_len} tokens of held-out Python source, made from these tokens alone and "

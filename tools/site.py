@@ -29,6 +29,8 @@ _FENCE = re.compile(r"(^```.*?^```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"(?<!!)\[([^\]]+)\]\(([^)\s]+)\)")
 # spaces of "5 %", "[.91, 1.02]", "p .03" and "p < .001", at which no line should end
 _UNBROKEN = re.compile(r"(?<=\d) (?=%)|(?<=\d,) (?=[-+.\d]+\])|(?<=\bp) (?=[.<])|(?<=\bp <) (?=\.)")
+# pieces of code at whose hyphens and spaces no line should end, such as "--keep 0.2"
+_SHORT_CODE = re.compile(r"<code>(?=[^<\n]{1,24}</code>)")
 _IMAGE = re.compile(r"!\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -73,6 +75,11 @@ def on_page_markdown(markdown: str, *, page: Any, config: Any, files: Files) -> 
         pieces[index] = _linked(pieces[index], name, source, files)
         pieces[index] = _UNBROKEN.sub("\u00a0", pieces[index])
     return "".join(pieces)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """A page whose short pieces of code docs/site.css keeps on one line."""
+    return _SHORT_CODE.sub('<code class="short">', html)
 
 
 def _linked(text: str, name: str, source: str, files: Files) -> str:

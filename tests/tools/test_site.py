@@ -27,3 +27,9 @@ def test_figures_of_a_page_are_not_broken_but_code_stays_as_it_is(text, shown):
     page = SimpleNamespace(file=SimpleNamespace(src_uri="results.md"))
     changed = site.on_page_markdown(text, page=page, config=None, files=None)
     assert changed == shown.replace("_", "\u00a0")
+
+
+def test_a_line_may_end_in_long_code_alone():
+    html = "<p><code>--keep 0.2</code> <code>python benchmarks/leaderboard.py</code></p>"
+    shown = site.on_page_content(html, page=None)
+    assert shown == html.replace("<code>--keep", '<code class="short">--keep')
