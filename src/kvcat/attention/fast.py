@@ -134,8 +134,8 @@ def attend_ragged(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention over each head's slots, which every query sees, and the tokens after them.
 
-    All rows that continue the same example are computed together. Nothing is padded, and for few
-    queries, as in decoding, no slot is copied.
+    All rows that continue the same example are computed together. Nothing is padded. For few
+    queries, as in decoding, slots are not copied to be joined with the tokens.
 
     Args:
         q, k, v: queries, keys and values of the tokens after the slots, after rotation.
