@@ -98,8 +98,9 @@ def test_bfloat16_queries_hold_a_sink_to_a_thousandth():
     torch.testing.assert_close(scores[..., 1:], plain)
 
 
-def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_heads():
-    q, k, v, _, bias = example(queries=3, keys=TOKENS + 3)
+@pytest.mark.parametrize("queries", [1, 3, 20])  # 20 of two rows each are computed head by head
+def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_heads(queries):
+    q, k, v, _, bias = example(queries, keys=TOKENS + queries)
     counts = [[4, 9], [6, 2]]
 
     def slots(example, head):
@@ -107,9 +108,12 @@ def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_hea
         of_head = (example, head, first)
         return HeadSlots(k[of_head], v[of_head], bias[of_head])
 
+    def of_example(example):
+        return HeadSlots.joined([slots(example, head) for head in range(2)]), counts[example]
+
     new = slice(TOKENS, None)
     out = attend_ragged(
-        q, k[:, :, new], v[:, :, new], slots, torch.arange(2), None, scale=0.3, sinks=SINKS
+        q, k[:, :, new], v[:, :, new], of_example, torch.arange(2), None, scale=0.3, sinks=SINKS
     )
     for row in range(2):
         for head in range(HEADS):
@@ -118,7 +122,7 @@ def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_hea
                 q[row, head][None, None],
                 torch.cat([before.keys, k[row, head // 2, new]])[None, None],
                 torch.cat([before.values, v[row, head // 2, new]])[None, None],
-                log_bias=pad(before.log_bias, (0, 3))[None, None],
+                log_bias=pad(before.log_bias, (0, queries))[None, None],
                 scale=0.3,
                 sinks=SINKS[head : head + 1],
             )
