@@ -311,9 +311,10 @@ def one_table():
         f"{setting['model']}, a document of {setting['tokens']:,} tokens, compact at {keep} of the "
         f"slots, one question after the other. Measured by {commands(facts, 'one')} "
         f"(vLLM: the table below, its documents together), {facts['date']}, xllamacpp "
-        f"{facts['xllamacpp']}, {facts['cpu']}, one thread, load {setting['load']:.0f}; float32, in llama.cpp float16. The "
-        "first time: reading the text, or loading the cache's file; llama.cpp restores its cache "
-        "for every question. Afterwards: medians with the document in memory."
+        f"{facts['xllamacpp']}, {facts['cpu']}, one thread, load {setting['load']:.0f}; float32, "
+        "in llama.cpp float16. The first time: reading the text, or loading the cache's file; "
+        "llama.cpp restores its cache for every question. Afterwards: medians with the document in "
+        "memory."
     )
     lines = [
         wrapped(about),

@@ -14,8 +14,9 @@ from kvcat.types import Bool, Float, Int, Tensor
 
 # nats: exp(-1e4) is 0 in every dtype, and finite scores keep gradients free of NaN
 _DROPPED = -1e4
-# up to so many queries of all rows, heads with different numbers of slots are computed together
-_FEW_QUERIES = 16
+# up to so many queries of all rows x KV heads, heads with different numbers of slots are computed
+# together, where each query has scores for the slots of all
+_FEW_QUERIES = 48
 # up to so many queries, a log-bias may be a tensor of heads x queries x keys
 _BIAS_TENSOR_QUERIES = 64
 
@@ -147,7 +148,8 @@ def attend_ragged(
     """
     examples = rows.tolist()
     num_queries = len(q) * q.shape[2]
-    attend_rows = _attend_few if num_queries <= _FEW_QUERIES else _attend_many
+    is_few = num_queries * k.shape[1] <= _FEW_QUERIES
+    attend_rows = _attend_few if is_few else _attend_many
     if len(set(examples)) == 1:  # no row is copied
         return attend_rows(q, k, v, *slots(examples[0]), mask, scale, sinks)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)
