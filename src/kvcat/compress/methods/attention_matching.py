@@ -97,8 +97,9 @@ class AttentionMatching(_Options):
             total so that the squared errors of the attention outputs, relative to the residual
             stream that they are added to, have a small sum: "adaptive", by errors that are measured
             on the document; next to a repetition some slots go to the tokens that any head attends
-            to most (``add_peaks``), except in the paper's form. A file of `kvcat budgets` (``CalibratedBudgets``) allocates by the
-            errors of other documents, which saves the time of measuring this one's.
+            to most (``add_peaks``), except in the paper's form. A file of `kvcat budgets`
+            (``CalibratedBudgets``) allocates by the errors of other documents, which saves the time
+            of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
