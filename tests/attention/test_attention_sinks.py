@@ -98,8 +98,10 @@ def test_bfloat16_queries_hold_a_sink_to_a_thousandth():
     torch.testing.assert_close(scores[..., 1:], plain)
 
 
-def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_heads():
-    q, k, v, _, bias = example(queries=3, keys=TOKENS + 3)
+@pytest.mark.parametrize("queries", [1, 3, 20])  # 2 rows x 20 are computed head by head
+def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_heads(queries):
+    q, k, v, _, bias = example(queries, keys=TOKENS + queries)
+    states = [each.requires_grad_() for each in (q, k, v, bias)]
     counts = [[4, 9], [6, 2]]
 
     def slots(example, head):
@@ -107,22 +109,33 @@ def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_hea
         of_head = (example, head, first)
         return HeadSlots(k[of_head], v[of_head], bias[of_head])
 
+    def of_example(example):
+        return HeadSlots.joined([slots(example, head) for head in range(2)]), counts[example]
+
     new = slice(TOKENS, None)
     out = attend_ragged(
-        q, k[:, :, new], v[:, :, new], slots, torch.arange(2), None, scale=0.3, sinks=SINKS
+        q, k[:, :, new], v[:, :, new], of_example, torch.arange(2), None, scale=0.3, sinks=SINKS
     )
-    for row in range(2):
-        for head in range(HEADS):
-            before = slots(row, head // 2)
-            expected = attend_reference(
-                q[row, head][None, None],
-                torch.cat([before.keys, k[row, head // 2, new]])[None, None],
-                torch.cat([before.values, v[row, head // 2, new]])[None, None],
-                log_bias=pad(before.log_bias, (0, 3))[None, None],
-                scale=0.3,
-                sinks=SINKS[head : head + 1],
-            )
-            torch.testing.assert_close(out[row, head], expected[0, 0], rtol=0, atol=1e-10)
+    expected = [
+        attend_reference(
+            q[row, head][None, None],
+            torch.cat([before.keys, k[row, head // 2, new]])[None, None],
+            torch.cat([before.values, v[row, head // 2, new]])[None, None],
+            log_bias=pad(before.log_bias, (0, queries))[None, None],
+            scale=0.3,
+            sinks=SINKS[head : head + 1],
+        )
+        for row in range(2)
+        for head in range(HEADS)
+        for before in [slots(row, head // 2)]
+    ]
+    same = torch.cat(expected).view_as(out)
+    torch.testing.assert_close(out, same, rtol=0, atol=1e-10)
+    noise = normal(*out.shape, seed=4)
+    gradients, expected_ones = (
+        torch.autograd.grad((each * noise).sum(), states) for each in (out, same)
+    )
+    torch.testing.assert_close(gradients, expected_ones, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize("window", [None, 4])

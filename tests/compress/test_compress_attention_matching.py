@@ -12,6 +12,8 @@ from structured_heads import eager_attention, head_batch, plain_error, structure
 from kvcat.compress import (
     AttentionMatching,
     Eviction,
+    Reconstruction,
+    budgets,
     fit_log_bias,
     fit_values,
     split_supervision,
@@ -22,6 +24,7 @@ from kvcat.compress.drawn import draw_rows
 from kvcat.compress.fitting import match_attention
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
+from kvcat.compress.methods import attention_matching
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.models import load
@@ -120,6 +123,48 @@ def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
         assert torch.equal(cache.layers[index].positions, kept)
         expected = traced.keys[index].gather(2, kept.unsqueeze(-1).expand(-1, -1, -1, 8))
         assert torch.equal(cache.layers[index].keys, expected)
+
+
+def test_a_repetition_keeps_the_slots_that_any_head_attends_to_most(model, windows, monkeypatch):
+    """A fifth of the slots, by transformers' own attention weights."""
+    prefix_len = 40
+    copy = windows[:2, :prefix_len]
+    repeated = Reconstruction(torch.cat([copy, windows[:2, 40:44], copy], 1), prefix_len, 44)
+    kept = {}
+
+    def add_peaks(attentions, slots, count):
+        for head, num_slots in slots[0].items():
+            kept[head] = attentions[0][head].order[:num_slots].tolist()
+        return budgets.add_peaks(attentions, slots, count)
+
+    monkeypatch.setattr(budgets, "PEAK_RATIO", 1.0)
+    monkeypatch.setattr(attention_matching, "add_peaks", add_peaks)
+    cache = AttentionMatching()(trace(model, repeated), num_slots=10)
+    layers = eager_attention(model, repeated.input_ids)
+    for example in range(2):
+        heads = [(layer, example, head) for layer in range(2) for head in range(2)]
+        assert sum(len(kept[head]) for head in heads) == 8 * len(heads)
+        weights = {
+            (*head, slot): layers[head[0]][example, 2 * head[2] : 2 * head[2] + 2, 44:, slot].max()
+            for head in heads
+            for slot in set(range(prefix_len)) - set(kept[head])
+        }
+        for *head, slot in sorted(weights, key=weights.__getitem__)[-2 * len(heads) :]:
+            kept[tuple(head)].append(slot)
+        for layer, _, head in heads:
+            positions = cache.layers[layer].head(example, head).positions.tolist()
+            assert positions == sorted(kept[layer, example, head])
+
+
+@pytest.mark.parametrize("options", [{}, {"budgets": "equal"}, {"num_iters": 2}])
+def test_only_adaptive_budgets_of_a_repetition_keep_slots_for_their_peaks(
+    traced, monkeypatch, options
+):
+    monkeypatch.setattr(attention_matching, "add_peaks", None)
+    AttentionMatching(**options)(traced, num_slots=9)
+    if options:
+        text = Reconstruction(traced.input_ids, 20, 24)
+        AttentionMatching(**options)(trace(traced.model, text), num_slots=9)
 
 
 def test_dropping_copies_of_a_token_loses_nothing_while_one_of_each_is_kept():

@@ -9,7 +9,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from structured_heads import head_batch, structured_head
 
-from kvcat.compress.budgets import NUM_QUERIES, allocate, error_curves, share_out, slot_sizes
+from kvcat.compress.budgets import (
+    NUM_QUERIES,
+    add_peaks,
+    allocate,
+    error_curves,
+    num_peaks,
+    share_out,
+    slot_sizes,
+)
 from kvcat.compress.head_attention import dense_attention
 
 
@@ -156,3 +164,42 @@ def test_by_layer_the_heads_of_a_layer_get_equally_many_in_every_example():
     for layer, example in itertools.product(range(3), range(2)):
         assert plan[layer, example, 0] == plan[layer, example, 1]
     assert plan[2, 0, 0] > plan[0, 0, 0]
+
+
+def test_the_slots_with_the_largest_peaks_of_all_heads_and_segments_are_kept_too():
+    """Two segments, two examples; heads of three and of four slots. By hand."""
+
+    def attention(order, peaks):
+        batch = structured_head(prefix=len(peaks), queries=2, dim=4)
+        (dense,) = dense_attention(batch).split()
+        return dense._replace(order=torch.tensor(order), peaks=torch.tensor(peaks))
+
+    attentions = [
+        {
+            (0, 0, 0): attention([2, 0, 1], [0.5, 0.1, 0.9]),
+            (0, 0, 1): attention([0, 1, 2, 3], [0.0, 0.0, 0.3, 0.8]),
+            (0, 1, 0): attention([0, 1, 2], [0.0, 0.2, 0.0]),
+        },
+        {(0, 0, 0): attention([1, 0, 2], [0.6, 0.7, 0.4])},
+    ]
+    slots = [{(0, 0, 0): 1, (0, 0, 1): 2, (0, 1, 0): 1}, {(0, 0, 0): 1}]
+    added, counts = add_peaks(attentions, slots, 1)
+    # the first example has two heads: its two largest peaks that are not kept yet are .8 and .6
+    assert counts == [{(0, 0, 0): 1, (0, 0, 1): 3, (0, 1, 0): 2}, {(0, 0, 0): 2}]
+    orders = [{head: dense.order.tolist() for head, dense in of.items()} for of in added]
+    assert orders[0] == {(0, 0, 0): [2, 0, 1], (0, 0, 1): [0, 1, 3, 2], (0, 1, 0): [0, 1, 2]}
+    assert orders[1] == {(0, 0, 0): [1, 0, 2]}
+    assert attentions[0][0, 0, 1].order.tolist() == [0, 1, 2, 3]
+    # no more than there are
+    _, counts = add_peaks(attentions, slots, 9)
+    assert counts == [{(0, 0, 0): 3, (0, 0, 1): 4, (0, 1, 0): 3}, {(0, 0, 0): 3}]
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "prefix_len", "count"),
+    [(6, 600, 1), (30, 600, 6), (60, 600, 3), (120, 600, 1), (240, 600, 0), (4, 600, 0)],
+)
+def test_a_fifth_of_few_slots_is_kept_for_their_peaks_and_less_of_more(
+    num_slots, prefix_len, count
+):
+    assert num_peaks(num_slots, prefix_len) == count

@@ -67,6 +67,7 @@ def test_all_queries_order_the_slots_and_some_are_fitted_to(batch, fit_to_40):
     assert fitted.num_supervising == (attention.rows[0] < 200).sum() == 24
     torch.testing.assert_close(attention.importance, every.importance)
     assert torch.equal(attention.order, every.order)
+    assert torch.equal(attention.peaks, every.peaks)
     boosts = attention.boosts
     torch.testing.assert_close(attention.log_mass, every.log_mass.gather(1, attention.rows))
     weights = boosts * every.weights.gather(1, attention.rows)
@@ -108,3 +109,14 @@ def test_kept_queries_are_never_left_out(batch, fit_to_40):
     whole = dense_attention(replace(batch, past=past))
     torch.testing.assert_close(attention.log_mass[:, kept], whole.log_mass[:, 200:210])
     torch.testing.assert_close(attention.outputs[:, kept], whole.outputs[:, 200:210])
+
+
+@pytest.mark.parametrize("cpu_elements", [1, 20 * 7, 10**9])
+def test_a_peak_is_the_largest_weighted_attention_of_a_supervising_query(batch, cpu_elements):
+    """In chunks of one, of seven and of all queries."""
+    dense = dense_attention(batch, cpu_elements=cpu_elements)
+    attention = (batch.queries @ batch.keys.mT).softmax(-1)[:, :200]
+    weighted = dense.weights[:, :200, None] * attention
+    torch.testing.assert_close(dense.peaks, weighted.amax(1).square())
+    none = dense_attention(replace(batch, num_supervising=0), cpu_elements=cpu_elements)
+    assert not none.peaks.any()

@@ -15,8 +15,10 @@ from typing import Any
 
 from kvcat.types import Float, Int, Tensor
 
-SlotsByHead = Callable[[int, int], Any]
-"""The ``HeadSlots`` (kvcat.cache) of an example and a KV head: keys, values and log-bias."""
+SlotsOfExample = Callable[[int], tuple[Any, list[int]]]
+"""The slots of an example, head after head as ``HeadSlots`` (kvcat.cache), and how many each KV
+head has.
+"""
 
 
 @dataclass
@@ -31,7 +33,7 @@ class Carried:
     """
 
     log_bias: Float[Tensor, "rows kv_heads slots"] | None = None
-    slots: SlotsByHead | None = None
+    slots: SlotsOfExample | None = None
     rows: Int[Tensor, " batch"] | None = None
     taken: bool = False
 

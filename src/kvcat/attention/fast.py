@@ -1,11 +1,12 @@
 """Attention over visible slots and log-bias on PyTorch's fused kernels."""
 
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from kvcat.attention.carried import SlotsByHead
+from kvcat.attention.carried import SlotsOfExample
 from kvcat.attention.kernels import attend_biased, attend_extended, fused_attention, with_sinks
 from kvcat.attention.mask_gradient import KeepGradient
 from kvcat.attention.reference import reachable, visible
@@ -13,6 +14,9 @@ from kvcat.types import Bool, Float, Int, Tensor
 
 # nats: exp(-1e4) is 0 in every dtype, and finite scores keep gradients free of NaN
 _DROPPED = -1e4
+# up to so many queries of all rows x KV heads, heads with different numbers of slots are computed
+# together, where each query has scores for the slots of all
+_FEW_QUERIES = 48
 # up to so many queries, a log-bias may be a tensor of heads x queries x keys
 _BIAS_TENSOR_QUERIES = 64
 
@@ -122,7 +126,7 @@ def attend_ragged(
     q: Float[Tensor, "batch heads queries head_dim"],
     k: Float[Tensor, "batch kv_heads new head_dim"],
     v: Float[Tensor, "batch kv_heads new value_dim"],
-    slots: SlotsByHead,
+    slots: SlotsOfExample,
     rows: Int[Tensor, " batch"],
     mask: Bool[Tensor, "#batch queries new"] | None,
     *,
@@ -131,54 +135,110 @@ def attend_ragged(
 ) -> Float[Tensor, "batch heads queries value_dim"]:
     """Attention over each head's slots, which every query sees, and the tokens after them.
 
-    Heads are computed one by one, for all rows that continue the same example. Nothing is padded.
+    All rows that continue the same example are computed together. Nothing is padded. For few
+    queries, as in decoding, slots are not copied to be joined with the tokens.
 
     Args:
         q, k, v: queries, keys and values of the tokens after the slots, after rotation.
+        slots: of an example.
         rows: the example that each row of the batch continues.
         mask: which of the tokens after the slots a query sees; None: causal.
         scale: factor on q.k.
         sinks: as in ``attend_reference``.
     """
-    group = q.shape[1] // k.shape[1]
+    examples = rows.tolist()
+    num_queries = len(q) * q.shape[2]
+    is_few = num_queries * k.shape[1] <= _FEW_QUERIES
+    attend_rows = _attend_few if is_few else _attend_many
+    if len(set(examples)) == 1:  # no row is copied
+        return attend_rows(q, k, v, *slots(examples[0]), mask, scale, sinks)
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=q.device)
-    # a loop in Python: one fused call for all heads would need slots padded to the fullest head
-    for example in rows.unique().tolist():
+    for example in sorted(set(examples)):
         batch_rows = (rows == example).nonzero().flatten()
         reach = mask if mask is None or len(mask) == 1 else mask[batch_rows]
-        for kv_head in range(k.shape[1]):
-            heads = slice(kv_head * group, (kv_head + 1) * group)
-            new_keys = k[batch_rows, kv_head : kv_head + 1]
-            new_values = v[batch_rows, kv_head : kv_head + 1]
-            out[batch_rows, heads] = _attend_behind(
-                slots(example, kv_head),
-                q[batch_rows, heads],
-                new_keys,
-                new_values,
-                reach,
-                scale,
-                None if sinks is None else sinks[heads],
-            )
+        states = (q[batch_rows], k[batch_rows], v[batch_rows])
+        out[batch_rows] = attend_rows(*states, *slots(example), reach, scale, sinks)
     return out
 
 
-def _attend_behind(
+def _attend_few(
+    q: Float[Tensor, "rows heads queries head_dim"],
+    k: Float[Tensor, "rows kv_heads new head_dim"],
+    v: Float[Tensor, "rows kv_heads new value_dim"],
     slots: Any,
-    q: Float[Tensor, "rows group queries head_dim"],
-    k: Float[Tensor, "rows 1 new head_dim"],
-    v: Float[Tensor, "rows 1 new value_dim"],
-    reach: Bool[Tensor, "#rows queries new"] | None,
+    counts: list[int],
+    mask: Bool[Tensor, "#rows queries new"] | None,
     scale: float,
-    sinks: Float[Tensor, " group"] | None,
-) -> Float[Tensor, "rows group queries value_dim"]:
-    """Attention over one head's slots and over the tokens after them."""
-    num_rows = len(k)
-    keys = torch.cat([slots.keys.to(k.dtype).expand(num_rows, 1, -1, -1), k], dim=2)
-    values = torch.cat([slots.values.to(v.dtype).expand(num_rows, 1, -1, -1), v], dim=2)
-    log_bias = None if slots.log_bias is None else slots.log_bias.expand(1, 1, -1)
-    if reach is not None:
-        reach = pad(reach, (len(slots), 0), value=True)
-    return attend(q, keys, values, None, log_bias, reach=reach, scale=scale, sinks=sinks)
+    sinks: Float[Tensor, " heads"] | None,
+) -> Float[Tensor, "rows heads queries value_dim"]:
+    """``attend_ragged`` of rows that continue one example, all heads at once.
+
+    Every query has a score for the slots of all heads, and that of other heads is -inf: products of
+    a few queries cost less than separate operations for every head.
+    """
+    num_rows, _, num_queries, head_dim = q.shape
+    num_kv_heads, num_new = k.shape[1:3]
+    num_slots = len(slots)
+    wide = torch.promote_types(q.dtype, torch.float32)  # a bfloat16 bias would lose 0.01 nats
+    heads = torch.arange(num_kv_heads, device=q.device)
+    owners = heads.repeat_interleave(torch.tensor(counts, device=q.device), output_size=num_slots)
+    is_own = owners == heads[:, None, None]  # (kv_heads, 1, slots)
+    bias = q.new_zeros(1, dtype=wide) if slots.log_bias is None else slots.log_bias.to(wide)
+    if mask is None and num_queries > 1:
+        mask = reachable(num_queries, num_new, device=q.device)[None]
+    with torch.autocast(q.device.type, enabled=False):  # it would round the scores
+        # (rows, kv_heads, group * queries, head_dim)
+        queries = (q.to(wide) * scale).reshape(num_rows, num_kv_heads, -1, head_dim)
+        scores = queries @ slots.keys.to(wide).T + torch.where(is_own, bias, -torch.inf)
+        new_scores = queries @ k.to(wide).mT
+        if mask is not None:
+            by_query = new_scores.unflatten(2, (-1, num_queries))
+            new_scores = by_query.masked_fill(~mask[:, None, None], -torch.inf).flatten(2, 3)
+        joined = [scores, new_scores]
+        if sinks is not None:
+            # one more logit after the tokens, without a value
+            logits = sinks.to(wide).repeat_interleave(num_queries).view(1, num_kv_heads, -1, 1)
+            joined.append(logits.expand(num_rows, -1, -1, -1))
+        weights = torch.cat(joined, dim=-1).softmax(-1)
+        of_slots = weights[..., :num_slots] @ slots.values.to(wide)
+        out = of_slots + weights[..., num_slots : num_slots + num_new] @ v.to(wide)
+    return out.reshape(*q.shape[:-1], -1).to(v.dtype)
+
+
+def _attend_many(
+    q: Float[Tensor, "rows heads queries head_dim"],
+    k: Float[Tensor, "rows kv_heads new head_dim"],
+    v: Float[Tensor, "rows kv_heads new value_dim"],
+    slots: Any,
+    counts: list[int],
+    mask: Bool[Tensor, "#rows queries new"] | None,
+    scale: float,
+    sinks: Float[Tensor, " heads"] | None,
+) -> Float[Tensor, "rows heads queries value_dim"]:
+    """``attend_ragged`` of rows that continue one example, on fused kernels."""
+    num_rows = len(q)
+    group = q.shape[1] // k.shape[1]
+    starts = [0, *accumulate(counts)]
+    outs = []
+    # a loop in Python: one fused call for all heads would need slots padded to the fullest head
+    for kv_head in range(k.shape[1]):
+        heads = slice(kv_head * group, (kv_head + 1) * group)
+        before = slots.kept(slice(starts[kv_head], starts[kv_head + 1]))
+        new_keys = k[:, kv_head : kv_head + 1]
+        new_values = v[:, kv_head : kv_head + 1]
+        keys = torch.cat([before.keys.to(k.dtype).expand(num_rows, 1, -1, -1), new_keys], dim=2)
+        values = torch.cat(
+            [before.values.to(v.dtype).expand(num_rows, 1, -1, -1), new_values], dim=2
+        )
+        log_bias = None if before.log_bias is None else before.log_bias.expand(1, 1, -1)
+        reach = None if mask is None else pad(mask, (len(before), 0), value=True)
+        of_head = None if sinks is None else sinks[heads]
+        outs.append(
+            attend(
+                q[:, heads], keys, values, None, log_bias, reach=reach, scale=scale, sinks=of_head
+            )
+        )
+    return torch.cat(outs, dim=1)
 
 
 def _over_visible(

@@ -104,7 +104,7 @@ class PrefixLayer(CacheLayerMixin):
             self.num_new += key_states.shape[-2]
         carried = None if log_bias is None else Carried(log_bias)
         if self.ragged is not None:
-            carried = Carried(slots=self.ragged.head, rows=rows)
+            carried = Carried(slots=self.ragged.example, rows=rows)
         return self._carrying(keys, carried), values
 
     def hold(

@@ -65,6 +65,12 @@ class Slots:
         """The slots of one KV head of one example."""
         raise NotImplementedError
 
+    def example(self, number: int) -> tuple[HeadSlots, list[int]]:
+        """The slots of an example, head after head, and how many each KV head has."""
+        counts = self.counts[number].tolist()
+        heads = [self.head(number, head) for head in range(len(counts))]
+        return HeadSlots.joined(heads), counts
+
     def heads(self) -> HeadGrid:
         """The slots of all heads, per example and KV head."""
         num_examples, num_heads = self.counts.shape
@@ -265,10 +271,18 @@ class RaggedLayer(Slots):
 
     def head(self, example: int, head: int) -> HeadSlots:
         """The slots of one KV head of one example."""
-        slots = self._places[example * self.counts.shape[1] + head]
-        bias = None if self.log_bias is None else self.log_bias[slots]
-        positions = None if self.positions is None else self.positions[slots]
-        return HeadSlots(self.keys[slots], self.values[slots], bias, positions)
+        return self._flat.kept(self._places[example * self.counts.shape[1] + head])
+
+    def example(self, number: int) -> tuple[HeadSlots, list[int]]:
+        """The slots of an example, head after head, and how many each KV head has."""
+        num_heads = self.counts.shape[1]
+        of_example = self._places[number * num_heads : (number + 1) * num_heads]
+        slots = self._flat.kept(slice(of_example[0].start, of_example[-1].stop))
+        return slots, [place.stop - place.start for place in of_example]
+
+    @property
+    def _flat(self) -> HeadSlots:
+        return HeadSlots(self.keys, self.values, self.log_bias, self.positions)
 
     def padded(self) -> CompactLayer:
         """All heads with as many slots as the fullest; added slots have log-bias -inf."""

@@ -18,6 +18,9 @@ _PADDING_ROWS = 8
 CURVE_RIDGE = 1e-4
 _LEAST_RIDGE = 1e-6
 _TINY = 1e-30
+PEAK_SHARE = 0.2
+"""Share of the slots that is kept for their peaks, up to ``PEAK_RATIO`` slots for each token."""
+PEAK_RATIO = 0.05
 Curve = dict[int, float]
 """The error of one head by its number of slots, ascending."""
 
@@ -27,7 +30,7 @@ def measure_segments(
 ) -> tuple[list[dict[HeadIndex, DenseAttention]], list[dict[HeadIndex, Curve]]]:
     """``attention_and_curves`` of every segment of a prefix.
 
-    If there are several, only the order of a segment's slots is kept of its attention.
+    If there are several, only the order and peaks of a segment's slots are kept of its attention.
     """
     attentions = []
     curves = []
@@ -260,6 +263,62 @@ def share_out_segments(
         for (number, head), count in zip(units, counts.tolist(), strict=True):
             slots[number][head] = count
     return slots
+
+
+def num_peaks(num_slots: int, prefix_len: int) -> int:
+    """How many of a head's slots, on average, are kept for their peaks (``add_peaks``).
+
+    The share falls with the square of the keep ratio: where slots are many, errors leave few such
+    tokens out.
+    """
+    twentieths = max(1.0, num_slots / prefix_len / PEAK_RATIO)
+    return int(PEAK_SHARE * num_slots / twentieths**2)
+
+
+def add_peaks(
+    attentions: Sequence[Mapping[HeadIndex, DenseAttention]],
+    slots: Sequence[Mapping[HeadIndex, int]],
+    count: int,
+) -> tuple[list[dict[HeadIndex, DenseAttention]], list[dict[HeadIndex, int]]]:
+    """More slots for the heads: those with the largest peaks of all that are not kept yet.
+
+    Errors are sums over all queries, to which the few that ask for one fact contribute little. A
+    token that a repetition of the prefix attends to sharply, in any head, is what answers are read
+    from. (KVzip, arXiv:2505.23416, keeps slots by the largest attention of a repetition.)
+
+    Args:
+        attentions: of every segment, by head.
+        slots: of every segment, the number of slots of each head.
+        count: slots to add for each head of an example, on average.
+
+    Returns:
+        The attentions with these slots next in the order, and the numbers of slots.
+    """
+    added: list[dict[HeadIndex, DenseAttention]] = [{} for _ in slots]
+    counts: list[dict[HeadIndex, int]] = [{} for _ in slots]
+    units = [(number, head) for number, of_segment in enumerate(slots) for head in of_segment]
+    for example in {head[1] for _, head in units}:
+        of_example = [unit for unit in units if unit[1][1] == example]
+        peaks = []
+        for number, head in of_example:
+            attention = attentions[number][head]
+            of_head = attention.peaks.clone()
+            of_head[attention.order[: slots[number][head]]] = -1.0
+            peaks.append(of_head)
+        joined = torch.cat(peaks)
+        total = min(count * len({head for _, head in of_example}), int((joined >= 0).sum()))
+        first = joined.sort(descending=True, stable=True).indices[:total]
+        is_next = torch.zeros_like(joined, dtype=torch.bool)
+        is_next[first] = True
+        of_heads = is_next.split([len(of_head) for of_head in peaks])
+        for (number, head), of_head in zip(of_example, of_heads, strict=True):
+            attention = attentions[number][head]
+            kept, others = attention.order.tensor_split([slots[number][head]])
+            is_added = of_head[others]
+            order = torch.cat([kept, others[is_added], others[~is_added]])
+            added[number][head] = attention._replace(order=order)
+            counts[number][head] = len(kept) + int(is_added.sum())
+    return added, counts
 
 
 def _share_out_example(

@@ -59,7 +59,11 @@ def fitted_attention(batch: HeadBatch) -> tuple[HeadBatch, DenseAttention]:
     if batch.past is not None:
         fitted = replace(fitted, past=replace(batch.past, first_row=drawn_supervising))
     attention = dense_attention(fitted)._replace(
-        importance=every.importance, order=every.order, rows=rows, boosts=boosts
+        importance=every.importance,
+        peaks=every.peaks,
+        order=every.order,
+        rows=rows,
+        boosts=boosts,
     )
     return fitted, attention
 

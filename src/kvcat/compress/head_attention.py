@@ -169,6 +169,7 @@ class DenseAttention(NamedTuple):
         weights: what each query's error is multiplied by; at least a millionth of its factor.
         importance: for each slot, its attention weights times the queries' weights, squared and
             summed over all queries, also over those that are not fitted to.
+        peaks: for each slot, the largest of these squares of a supervising query; 0 without any.
         order: the slots in the order in which they are kept.
         rows, boosts: of ``HeadBatch.with_queries``, which makes the batch of these queries from
             that of all.
@@ -179,6 +180,7 @@ class DenseAttention(NamedTuple):
     outputs: Float[Tensor, "heads queries value_dim"]
     weights: Float[Tensor, "heads queries"]
     importance: Float[Tensor, "heads prefix"]
+    peaks: Float[Tensor, "heads prefix"]
     order: Int[Tensor, "heads prefix"]
     rows: Int[Tensor, "heads queries"]
     boosts: Float[Tensor, "heads queries"]
@@ -193,13 +195,14 @@ class DenseAttention(NamedTuple):
         return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
 
     def order_alone(self) -> "DenseAttention":
-        """The order of one head's slots and the choice of its queries, without their attention."""
+        """One head's slots in their order with their peaks, and the choice of its queries."""
         return DenseAttention(
             log_mass=self.log_mass[:0],
             mass=self.mass[:0],
             outputs=self.outputs[:0],
             weights=self.weights[:0],
             importance=self.importance[:0],
+            peaks=self.peaks.clone(),
             order=self.order.clone(),
             rows=self.rows.clone(),
             boosts=self.boosts.clone(),
@@ -211,7 +214,7 @@ class DenseAttention(NamedTuple):
 
     def add_chunk(self, batch: HeadBatch, rows: slice, space: Tensor) -> None:
         """Write the results for some of the queries, and add these queries' share to the
-        importance.
+        importance and peaks.
 
         Args:
             batch: the same heads.
@@ -234,6 +237,10 @@ class DenseAttention(NamedTuple):
             outputs.mul_(weight_per_sum.unsqueeze(-1))
         squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
         self.importance.add_(squares.squeeze(1))
+        if rows.start < batch.num_supervising:
+            squares = exponentials[:, : batch.num_supervising - rows.start]
+            squares.mul_(weight_per_sum[:, : squares.shape[1]].unsqueeze(-1))
+            torch.maximum(self.peaks, squares.amax(1), out=self.peaks)
 
     def set_past(self, batch: HeadBatch, past: PastAttention) -> None:
         """Put what the kept queries attended to in the place of their attention to the cache.
@@ -288,6 +295,7 @@ def dense_attention(
         outputs=batch.values.new_empty(num_heads, num_rows if outputs else 0, value_dim),
         weights=torch.empty_like(numbers),
         importance=batch.values.new_zeros(num_heads, prefix_len),
+        peaks=batch.values.new_zeros(num_heads, prefix_len),
         order=torch.empty(num_heads, prefix_len, dtype=torch.long, device=device),
         rows=torch.arange(num_rows, device=device).expand(num_heads, -1),
         boosts=numbers.new_ones(1).expand(num_heads, num_rows),

@@ -12,17 +12,25 @@ Numbers are read as bits and become float32, because Numba knows neither bfloat1
 
 import functools
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any, no_type_check
 
 import numba
 import numpy as np
 import torch
+from llvmlite import ir
 from numba.core import cgutils
 from numba.extending import intrinsic
 
+from kvcat.serving.document_attention import DocumentLayer
+from kvcat.types import Float, Int, Tensor
+
 _BLOCK = 64  # slots that are read at once
-_UNROLL = 4  # terms of a sum for each time that it is read and written
+# sums of a product of matrices that are computed at once
+_TILE_ROWS = 4
+_TILE = 16
 # with these, sums may be computed in any order; infinities stay what they are
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "cache": True}
 # of ``_attend``: it is compiled when this module is imported, not for the first request
@@ -50,6 +58,49 @@ def key_places(places: np.ndarray) -> np.ndarray:
     """
     is_plain = np.array_equal(places.ravel(), places[0, 0] + np.arange(places.size))
     return places if is_plain else -1 - places
+
+
+@dataclass(frozen=True, eq=False)
+class KernelLayer:
+    """A layer of a document as ``attend`` reads it.
+
+    Args:
+        keys: head after head, ``_BLOCK`` slots after ``_BLOCK`` slots, channel after channel.
+        values: head after head, slot after slot.
+        log_bias, seen_until: as in ``DocumentLayer``.
+        starts: the first slot of every head, and the end of the last one.
+    """
+
+    keys: Float[Tensor, " numbers"]
+    values: Float[Tensor, "slots head_dim"]
+    log_bias: Float[Tensor, " slots"] | None
+    seen_until: Int[Tensor, " slots"] | None
+    starts: tuple[int, ...]
+
+    @staticmethod
+    def of(layer: DocumentLayer) -> "KernelLayer":
+        """A document's layer."""
+        blocks = [
+            block.T.flatten()
+            for first, end in pairwise(layer.starts)
+            for block in layer.keys[first:end].split(_BLOCK)
+        ]
+        keys = torch.cat(blocks)
+        return KernelLayer(keys, layer.values, layer.log_bias, layer.seen_until, layer.starts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self._tensors if tensor is not None)
+
+    @cached_property
+    def addresses(self) -> tuple[int, ...]:
+        """Where keys, values, log-bias and ``seen_until`` begin in memory; 0 for None."""
+        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in self._tensors)
+
+    @property
+    def _tensors(self) -> tuple[Tensor | None, ...]:
+        return (self.keys, self.values, self.log_bias, self.seen_until)
 
 
 @functools.cache
@@ -94,24 +145,33 @@ def _itemsize(kind):
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _read(address, kind, numbers):
-    """Successive numbers of any kind in memory as float32."""
+def _read(address, kind, width, numbers):
+    """Some columns of a matrix of any kind in memory as float32.
+
+    Args:
+        address: of the first number.
+        kind: of the numbers.
+        width: numbers from one row to the next.
+        numbers: (rows, columns), the result.
+    """
     bits = numbers.view(np.int32)
-    count = len(numbers)
+    num_rows, count = numbers.shape
     if kind == _FLOAT32:
-        wide = numba.carray(_pointer(address), (count,), np.int32)
-        for i in range(count):
-            bits[i] = wide[i]
+        wide = numba.carray(_pointer(address), (num_rows, width), np.int32)
+        for row in range(num_rows):
+            for i in range(count):
+                bits[row, i] = wide[row, i]
         return
-    half = numba.carray(_pointer(address), (count,), np.int16)
-    if kind == _BFLOAT16:
-        for i in range(count):
-            bits[i] = np.int32(half[i]) << 16
-    else:
-        for i in range(count):
-            bits[i] = ((half[i] & 0x7FFF) << 13) | ((half[i] & 0x8000) << 16)
-        for i in range(count):
-            numbers[i] *= _HALF_UNIT
+    half = numba.carray(_pointer(address), (num_rows, width), np.int16)
+    for row in range(num_rows):
+        if kind == _BFLOAT16:
+            for i in range(count):
+                bits[row, i] = np.int32(half[row, i]) << 16
+        else:
+            for i in range(count):
+                bits[row, i] = ((half[row, i] & 0x7FFF) << 13) | ((half[row, i] & 0x8000) << 16)
+            for i in range(count):
+                numbers[row, i] *= _HALF_UNIT
 
 
 @numba.njit(**_OPTIONS)
@@ -137,10 +197,76 @@ def _write(numbers, address, kind):
             half[i] = ((size + 0xFFF + ((size >> 13) & 1)) >> 13) | ((bits[i] >> 16) & 0x8000)
 
 
+@no_type_check
+@intrinsic
+def _add_tile(typing_context, a, b, stride, c, row, column, depth):  # noqa: ARG001
+    """Add a @ b to c, in one tile of it.
+
+    Numba's loops would keep the sums in memory; here they are ``_TILE_ROWS`` vectors of ``_TILE``
+    numbers in registers. If rows are missing, the last one is computed several times.
+
+    Args:
+        a: (rows, at least depth).
+        b: the numbers of (depth, columns), and then at least ``_TILE`` others.
+        stride: from a row of b to the next one.
+        c: (rows, columns).
+        row, column: the first of the tile.
+        depth: terms of every sum.
+    """
+
+    def generate(context, builder, signature, arguments):
+        a, b, stride, c, row, column, depth = arguments
+        a = context.make_array(signature.args[0])(context, builder, a)
+        b = context.make_array(signature.args[1])(context, builder, b)
+        c = context.make_array(signature.args[3])(context, builder, c)
+        vector = ir.VectorType(ir.FloatType(), _TILE)
+        zeros = ir.Constant(ir.VectorType(ir.IntType(32), _TILE), [0] * _TILE)
+
+        def vector_at(array, place):
+            return builder.bitcast(builder.gep(array.data, [place]), vector.as_pointer())
+
+        num_rows, a_width = cgutils.unpack_tuple(builder, a.shape, 2)
+        _, c_width = cgutils.unpack_tuple(builder, c.shape, 2)
+        last = builder.sub(num_rows, row.type(1))
+        a_rows = []
+        c_rows = []
+        sums = []
+        for i in range(_TILE_ROWS):
+            number = builder.add(row, row.type(i))
+            number = builder.select(builder.icmp_signed("<", number, last), number, last)
+            a_rows.append(builder.gep(a.data, [builder.mul(number, a_width)]))
+            c_rows.append(vector_at(c, builder.add(builder.mul(number, c_width), column)))
+            sums.append(cgutils.alloca_once_value(builder, builder.load(c_rows[i], align=4)))
+        with cgutils.for_range(builder, depth) as loop:
+            place = builder.add(builder.mul(loop.index, stride), column)
+            of_b = builder.load(vector_at(b, place), align=4)
+            for a_row, total in zip(a_rows, sums, strict=True):
+                number = builder.load(builder.gep(a_row, [loop.index]))
+                first = builder.insert_element(vector(ir.Undefined), number, ir.IntType(32)(0))
+                of_a = builder.shuffle_vector(first, first, zeros)
+                product = builder.fmul(of_a, of_b, flags=("contract",))
+                added = builder.fadd(builder.load(total), product, flags=("contract",))
+                builder.store(added, total)
+        for c_row, total in zip(c_rows, sums, strict=True):
+            builder.store(builder.load(total), c_row, align=4)
+        return context.get_dummy_value()
+
+    return numba.types.void(a, b, stride, c, row, column, depth), generate
+
+
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _weigh(scores, peak, mass):
-    """Scores become weights, e^(score - new peak).
+def _add_product(a, b, stride, c, num_columns, depth):
+    """Add a @ b to the first columns of c, rounded up to whole tiles; see ``_add_tile``."""
+    for column in range(0, num_columns, _TILE):
+        for row in range(0, len(a), _TILE_ROWS):
+            _add_tile(a, b, stride, c, row, column, depth)
+
+
+@numba.njit(**_OPTIONS)
+@no_type_check
+def _weigh(scores, peak, mass, powers):
+    """Scores become weights, e^(score - new peak); ``powers`` is room for as many numbers.
 
     Returns the peak, the sum of all weights so far, and the factor on the earlier ones.
     """
@@ -151,9 +277,9 @@ def _weigh(scores, peak, mass):
         scores[:] = 0
         return new_peak, mass, np.float32(1)
     # e^x = 2^n 2^f with |f| <= 1/2 and a polynomial for 2^f, which becomes vector instructions
-    powers = np.empty(len(scores), np.int32)
     for j in range(len(scores)):
-        x = max(scores[j] - new_peak, _LOWEST) * _LOG2_E
+        x = scores[j] - new_peak
+        x = (x if x > _LOWEST else _LOWEST) * _LOG2_E  # max() would be no vector instruction
         whole = np.floor(x + np.float32(0.5))
         f = x - whole
         y = np.float32(1.5403530e-4)
@@ -175,126 +301,106 @@ def _weigh(scores, peak, mass):
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _score(query, scale, keys, bias, until, position, scores):
-    """Scores of a query; ``bias`` and ``until`` are addresses of as many numbers, or 0."""
-    count = len(scores)
-    for j in range(count):
-        score = np.float32(0)
-        for d in range(len(query)):
-            score += query[d] * keys[j, d]
-        scores[j] = score * scale
-    if bias:
-        nats = numba.carray(_pointer(bias), (count,), np.float32)
-        for j in range(count):
-            scores[j] += nats[j]
-    if until:
-        ends = numba.carray(_pointer(until), (count,), np.int64)
-        for j in range(count):
-            if position >= ends[j]:
-                scores[j] = -np.inf
-
-
-@numba.njit(**_OPTIONS)
-@no_type_check
-def _add_values(weights, values, output):
-    """Add weighted values; ``len(weights)`` is a multiple of ``_UNROLL``."""
-    for j in range(0, len(weights), _UNROLL):
-        weight_0 = weights[j]
-        weight_1 = weights[j + 1]
-        weight_2 = weights[j + 2]
-        weight_3 = weights[j + 3]
-        for d in range(len(output)):
-            output[d] += (
-                weight_0 * values[j, d]
-                + weight_1 * values[j + 1, d]
-                + weight_2 * values[j + 2, d]
-                + weight_3 * values[j + 3, d]
-            )
-
-
-@numba.njit(**_OPTIONS)
-@no_type_check
-def _attend_slots(queries, scale, slots, kind, start, stop, positions, attended, peaks, masses):
+def _attend_slots(queries, group, slots, kind, start, stop, positions, attended, peaks, masses):
     """Attention of tokens to the slots of one head, not yet divided by the masses.
 
-    queries, attended: (tokens, group, head_dim)
+    queries: (tokens * group, head_dim), times the scale; attended: as queries; peaks, masses:
+    (tokens * group)
     """
-    num_tokens, group, head_dim = queries.shape
+    num_rows, head_dim = queries.shape
     num_bytes = head_dim * _itemsize(kind)
-    keys = np.empty((_BLOCK, head_dim), np.float32)
-    values = np.zeros((_BLOCK, head_dim), np.float32)
-    weights = np.empty(_BLOCK, np.float32)
+    keys = np.zeros(head_dim * _BLOCK + _TILE, np.float32)
+    values = np.empty((_BLOCK, head_dim), np.float32)
+    scores = np.empty((num_rows, _BLOCK), np.float32)
+    powers = np.empty(_BLOCK, np.int32)
     for first in range(start, stop, _BLOCK):
         count = min(_BLOCK, stop - first)
-        _read(slots[0] + first * num_bytes, kind, keys[:count].reshape(-1))
-        _read(slots[1] + first * num_bytes, kind, values[:count].reshape(-1))
-        bias = slots[2] + 4 * first if slots[2] else 0
-        until = slots[3] + 8 * first if slots[3] else 0
-        weights[count:] = 0
-        num_weights = -(-count // _UNROLL) * _UNROLL
-        for token in range(num_tokens):
-            for member in range(group):
-                scores = weights[:count]
-                _score(queries[token, member], scale, keys, bias, until, positions[token], scores)
-                peak, mass, factor = _weigh(scores, peaks[token, member], masses[token, member])
-                peaks[token, member] = peak
-                masses[token, member] = mass
-                output = attended[token, member]
+        of_block = keys[: head_dim * count].reshape(head_dim, count)
+        _read(slots[0] + first * num_bytes, kind, count, of_block)
+        _read(slots[1] + first * num_bytes, kind, head_dim, values[:count])
+        num_columns = -(-count // _TILE) * _TILE
+        scores[:, :count] = 0
+        scores[:, count:num_columns] = -np.inf
+        if slots[2]:
+            scores[:, :count] = numba.carray(_pointer(slots[2] + 4 * first), (count,), np.float32)
+        if slots[3]:
+            until = numba.carray(_pointer(slots[3] + 8 * first), (count,), np.int64)
+            for row in range(num_rows):
+                for j in range(count):
+                    if positions[row // group] >= until[j]:
+                        scores[row, j] = -np.inf
+        _add_product(queries, keys, count, scores, num_columns, head_dim)
+        for row in range(num_rows):
+            peaks[row], masses[row], factor = _weigh(
+                scores[row, :num_columns], peaks[row], masses[row], powers
+            )
+            if factor != 1:
                 for d in range(head_dim):
-                    output[d] *= factor
-                _add_values(weights[:num_weights], values, output)
+                    attended[row, d] *= factor
+        _add_product(scores, values.reshape(-1), head_dim, attended, head_dim, count)
 
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _mass_of_pages(
-    queries, scale, position, pages, block_step, kind, places, table, window, masses
-):  # fmt: skip
-    """The log-sum-exp of a token's scores over the pages of one KV head.
-
-    queries: (group, head_dim)
-    """
-    group, head_dim = queries.shape
+def _read_page(page, kind, places, keys):
+    """The first keys of a page, (head_dim, cells)."""
     num_cells = places.shape[1]
-    keys = np.empty((head_dim, num_cells), np.float32)
-    flat_keys = keys.reshape(-1)
-    scores = np.empty(num_cells, np.float32)
-    peaks = np.full(group, -np.inf, np.float32)
-    sums = np.zeros(group, np.float32)
-    first_seen = max(0, position - window + 1) if window > 0 else 0
-    for page in range(first_seen // num_cells, position // num_cells + 1):
-        low = max(0, first_seen - page * num_cells)
-        high = min(num_cells, position + 1 - page * num_cells)
-        block = pages + table[page] * block_step
-        if places[0, 0] >= 0:
-            _read(block + places[0, 0] * _itemsize(kind), kind, flat_keys)
-        else:
-            for d in range(head_dim):
-                for cell in range(high):
-                    at = d * num_cells + cell
-                    place = -1 - places[d, cell]
-                    _read(block + place * _itemsize(kind), kind, flat_keys[at : at + 1])
-        for member in range(group):
-            query = queries[member]
-            scores[:] = 0
-            for d in range(0, head_dim, _UNROLL):
-                channel_0 = query[d]
-                channel_1 = query[d + 1]
-                channel_2 = query[d + 2]
-                channel_3 = query[d + 3]
-                for cell in range(num_cells):
-                    scores[cell] += (
-                        channel_0 * keys[d, cell]
-                        + channel_1 * keys[d + 1, cell]
-                        + channel_2 * keys[d + 2, cell]
-                        + channel_3 * keys[d + 3, cell]
-                    )
-            seen = scores[low:high]
-            for j in range(len(seen)):
-                seen[j] *= scale
-            peaks[member], sums[member], _ = _weigh(seen, peaks[member], sums[member])
-    for member in range(group):
-        masses[member] = peaks[member] + np.log(sums[member])
+    if places[0, 0] >= 0:
+        _read(page + places[0, 0] * _itemsize(kind), kind, num_cells, keys)
+        return
+    for d in range(len(keys)):
+        for cell in range(keys.shape[1]):
+            place = -1 - places[d, cell]
+            key = keys[d : d + 1, cell : cell + 1]
+            _read(page + place * _itemsize(kind), kind, 1, key)
+
+
+@numba.njit(**_OPTIONS)
+@no_type_check
+def _weigh_pages(
+    queries, group, positions, pages, block_step, kind, places, tables, window, peaks, masses
+):  # fmt: skip
+    """The peaks and masses of tokens' scores over the pages of one KV head: the sum of e^score is
+    mass e^peak.
+
+    A page is read once for all successive tokens that see it: those of a request, or of requests
+    with the same beginning.
+
+    queries: (tokens * group, head_dim), times the scale; peaks, masses: (tokens * group)
+    """
+    num_tokens = len(positions)
+    head_dim, num_cells = places.shape
+    keys = np.zeros(head_dim * num_cells + _TILE, np.float32)
+    scores = np.empty((len(queries), num_cells + _TILE), np.float32)
+    powers = np.empty(num_cells + _TILE, np.int32)
+    first_seen = max(0, positions.min() - window + 1) if window > 0 else 0
+    for page in range(first_seen // num_cells, positions.max() // num_cells + 1):
+        offset = page * num_cells  # position of the page's first cell
+        stop = 0
+        while stop < num_tokens:
+            start = stop
+            block = tables[start, page]
+            last = positions[start]
+            while stop < num_tokens and tables[stop, page] == block:
+                last = max(last, positions[stop])
+                stop += 1
+            if last < offset:
+                continue
+            num_columns = min(num_cells, -(-(last + 1 - offset) // _TILE) * _TILE)
+            of_page = keys[: head_dim * num_columns].reshape(head_dim, num_columns)
+            _read_page(pages + block * block_step, kind, places, of_page)
+            rows = slice(start * group, stop * group)
+            scores[rows] = 0
+            _add_product(queries[rows], keys, num_columns, scores[rows], num_columns, head_dim)
+            for row in range(start * group, stop * group):
+                position = positions[row // group]
+                low = max(0, position - window + 1 - offset) if window > 0 else 0
+                high = min(num_columns, position + 1 - offset)
+                if low < high:
+                    of_row = scores[row, :num_columns]
+                    of_row[:low] = -np.inf
+                    of_row[high:] = -np.inf
+                    peaks[row], masses[row], _ = _weigh(of_row, peaks[row], masses[row], powers)
 
 
 @numba.njit(_TYPES, nogil=True, error_model="numpy", **_OPTIONS)
@@ -318,48 +424,53 @@ def _attend(
         group: query heads of a KV head.
         scale: factor on q.k, float32.
         window: of the layer; below 1: none.
-        places: (head_dim, cells), what ``key_places`` made.
+        places: (head_dim, cells), what ``key_places`` made; head_dim is a multiple of ``_TILE``.
         batch_tokens: (tokens), numbers of the tokens in the batch, section after section.
         positions: (tokens), in their texts.
         tables: (tokens, pages), the blocks of each token's text.
         sections: (sections + 1), the first of their tokens, and the end of the last one.
-        slots: (sections, 4), the ``addresses`` of the sections' ``DocumentLayer``.
+        slots: (sections, 4), the ``addresses`` of the sections' ``KernelLayer``.
         starts: (sections, kv_heads + 1), its ``starts``.
     """
     num_heads = starts.shape[1] - 1
     head_dim = places.shape[0]
     num_bytes = group * head_dim * _itemsize(kind)
     of_pages = np.empty((group, head_dim), np.float32)
-    page_masses = np.empty(group, np.float32)
     for task in range(first_task, last_task):
         section = task // num_heads
         head = task % num_heads
         first = sections[section]
-        count = sections[section + 1] - first
-        queries = np.empty((count, group, head_dim), np.float32)
-        for token in range(count):
-            address = query + batch_tokens[first + token] * query_step + head * num_bytes
-            _read(address, kind, queries[token].reshape(-1))
-        attended = np.zeros((count, group, head_dim), np.float32)
-        peaks = np.full((count, group), -np.inf, np.float32)
-        masses = np.zeros((count, group), np.float32)
+        last = sections[section + 1]
+        num_rows = (last - first) * group
+        queries = np.empty((num_rows, head_dim), np.float32)
+        for token in range(first, last):
+            address = query + batch_tokens[token] * query_step + head * num_bytes
+            row = (token - first) * group
+            _read(address, kind, head_dim, queries[row : row + group])
+        queries *= scale
+        attended = np.zeros((num_rows, head_dim), np.float32)
+        peaks = np.full(num_rows, -np.inf, np.float32)
+        masses = np.zeros(num_rows, np.float32)
         _attend_slots(
-            queries, scale, slots[section], kind, starts[section, head], starts[section, head + 1],
-            positions[first : first + count], attended, peaks, masses,
+            queries, group, slots[section], kind, starts[section, head], starts[section, head + 1],
+            positions[first:last], attended, peaks, masses,
         )  # fmt: skip
-        for token in range(count):
-            _mass_of_pages(
-                queries[token], scale, positions[first + token], pages + head * head_step,
-                block_step, kind, places, tables[first + token], window, page_masses,
-            )  # fmt: skip
-            address = output + batch_tokens[first + token] * output_step + head * num_bytes
-            _read(address, kind, of_pages.reshape(-1))
+        page_peaks = np.full(num_rows, -np.inf, np.float32)
+        page_masses = np.zeros(num_rows, np.float32)
+        _weigh_pages(
+            queries, group, positions[first:last], pages + head * head_step, block_step, kind,
+            places, tables[first:last], window, page_peaks, page_masses,
+        )  # fmt: skip
+        for token in range(first, last):
+            address = output + batch_tokens[token] * output_step + head * num_bytes
+            _read(address, kind, head_dim, of_pages)
             for member in range(group):
-                mass = masses[token, member]
-                if mass > 0:  # otherwise the token sees no slot
-                    log_mass = peaks[token, member] + np.log(mass)
-                    share = 1 / (1 + np.exp(page_masses[member] - log_mass))
+                row = (token - first) * group + member
+                if masses[row] > 0:  # otherwise the token sees no slot
+                    # log-sum-exp of the pages less that of the document
+                    ahead = page_peaks[row] - peaks[row] + np.log(page_masses[row] / masses[row])
+                    share = 1 / (1 + np.exp(ahead))
                     for d in range(head_dim):
-                        of_document = attended[token, member, d] / mass
+                        of_document = attended[row, d] / masses[row]
                         of_pages[member, d] += share * (of_document - of_pages[member, d])
             _write(of_pages.reshape(-1), address, kind)

@@ -47,12 +47,6 @@ class DocumentLayer:
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @cached_property
-    def addresses(self) -> tuple[int, ...]:
-        """Where keys, values, log-bias and ``seen_until`` begin in memory; 0 for None."""
-        tensors = (self.keys, self.values, self.log_bias, self.seen_until)
-        return tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors)
-
-    @cached_property
     def starts(self) -> tuple[int, ...]:
         """The first slot of every KV head, and the end of the last one."""
         return (0, *accumulate(self.counts))

@@ -10,7 +10,13 @@ import torch
 
 from kvcat.cache import CompactLayer, HeadGrid, Layer
 from kvcat.compress.base import Compressor
-from kvcat.compress.budgets import measure_segments, share_out_segments, slot_sizes
+from kvcat.compress.budgets import (
+    add_peaks,
+    measure_segments,
+    num_peaks,
+    share_out_segments,
+    slot_sizes,
+)
 from kvcat.compress.calibration import load_budgets
 from kvcat.compress.drawn import DrawnHeads
 from kvcat.compress.fitting import fit_segments
@@ -90,8 +96,10 @@ class AttentionMatching(_Options):
         budgets: "equal", as many slots in every head. Otherwise every example allocates the same
             total so that the squared errors of the attention outputs, relative to the residual
             stream that they are added to, have a small sum: "adaptive", by errors that are measured
-            on the document. A file of `kvcat budgets` (``CalibratedBudgets``) allocates by the
-            errors of other documents, which saves the time of measuring this one's.
+            on the document; next to a repetition some slots go to the tokens that any head attends
+            to most (``add_peaks``), except in the paper's form. A file of `kvcat budgets`
+            (``CalibratedBudgets``) allocates by the errors of other documents, which saves the time
+            of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
@@ -151,12 +159,19 @@ class AttentionMatching(_Options):
 
         # segments share their slots by errors, also where all heads of a segment get equally many
         by_errors = self.budgets == "adaptive" or len(prefixes) > 1
+        is_repeated = prefix.trace.text.supervision == "reconstruction"
+        keeps_peaks = is_repeated and self.budgets == "adaptive" and self.num_iters is None
         longest = max(segment.max_slots for segment in prefixes)
         choices = [slot_sizes(size / len(prefixes), longest) if by_errors else [] for size in sizes]
         attentions, curves = measure_segments(segments, set().union(*choices))
         for size, choice in zip(sizes, choices, strict=True):
+            fitted = attentions
             if choice:
-                slots = share_out_segments(curves, size, choice, by_head=self.budgets == "equal")
+                peaks = num_peaks(size, prefix.max_slots) if keeps_peaks else 0
+                by_head = self.budgets == "equal"
+                slots = share_out_segments(curves, size - peaks, choice, by_head=by_head)
+                if peaks:
+                    fitted, slots = add_peaks(attentions, slots, peaks)
             elif self.budgets == "equal":
                 slots = [dict.fromkeys(attentions[0], size)]
             else:
@@ -164,7 +179,7 @@ class AttentionMatching(_Options):
             yield fit_segments(
                 prefix,
                 segments,
-                attentions,
+                fitted,
                 slots,
                 num_iters=self.num_iters,
                 ridge=self.ridge,

@@ -14,6 +14,7 @@ import torch
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend, CPUAttentionBackendImpl
 
+from kvcat.serving.document_attention import DocumentLayer
 from kvcat.serving.vllm.connector import layer_number, reserved_bytes
 from kvcat.serving.vllm.worker import WORKER
 from kvcat.types import Tensor
@@ -50,6 +51,10 @@ class DocumentsImpl(CPUAttentionBackendImpl):
             from kvcat.serving import cpu_kernel
 
             self.kernel = cpu_kernel
+
+    def prepare(self, layer: DocumentLayer) -> Any:
+        """A document's layer in the form that ``forward`` reads."""
+        return self.kernel.KernelLayer.of(layer)
 
     def forward(
         self,
