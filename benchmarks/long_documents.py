@@ -10,7 +10,8 @@ number of Anna is 48213." It is compressed by every method to every --keep. One 
     right         greedy answers that contain the fact's whole number, asked one by one as the
                   beginning of the sentence
 
-    attention-matching, snapkv, h2o, ...   any method; a long document is repeated in parts
+    attention-matching, snapkv, h2o, ...   any method; with one that is fitted to queries the
+                   document is repeated, a long one in parts
     one-fit        attention-matching fitted to all parts together: the oracle of fits by part
     one-repetition one repetition of the whole document, which needs twice its positions
     truncated      both ends of the text, as many tokens as the others have slots
@@ -36,6 +37,7 @@ import pandas as pd
 import torch
 from leaderboard import RECORDS, ROOT, wrapped, write_or_check, write_table
 from named_models import NamedModel, add_record_options, for_each_model
+from peers import LEARNING
 from questions import DIGITS, LINE, NAMES, right
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -68,6 +70,7 @@ LABELS = {
     "attention-matching": "the default, repeated in parts",
     ONE_FIT: "the same, all parts fitted together",
     ONE_REPETITION: "the same, the whole document repeated at once",
+    "kvpress:KVzipPress": "KVzip (kvpress)",
     "snapkv": "SnapKV",
     "h2o": "H2O",
     TRUNCATED: "text cut",
@@ -171,8 +174,11 @@ def read_dense(model: PreTrainedModel, document: Document) -> tuple[Dense, Compa
 
 
 def traced(model: PreTrainedModel, document: Document, method: str) -> Trace:
-    """The trace for a method."""
+    """The trace for a method: with a repetition if it is fitted to queries."""
     sequence = reconstruction(document.tokenizer, document.parts[0])
+    if not method.startswith((*LEARNING, ONE_FIT, ONE_REPETITION)):
+        ids = sequence.input_ids[:, : sequence.prefix_len]
+        return kvcat.trace(model, ids, supervision="self")
     return sequence_trace(model, sequence, in_parts=method != ONE_REPETITION)
 
 
