@@ -156,10 +156,13 @@ def test_a_repetition_keeps_the_slots_that_any_head_attends_to_most(model, windo
             assert positions == sorted(kept[layer, example, head])
 
 
-@pytest.mark.parametrize("options", [{}, {"budgets": "equal"}, {"num_iters": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"budgets": "equal"}, {"num_iters": 2}, {"num_queries": 20}], ids=str
+)
 def test_only_adaptive_budgets_of_a_repetition_keep_slots_for_their_peaks(
     traced, monkeypatch, options
 ):
+    monkeypatch.setattr(budgets, "PEAK_RATIO", 1.0)
     monkeypatch.setattr(attention_matching, "add_peaks", None)
     AttentionMatching(**options)(traced, num_slots=9)
     if options:
