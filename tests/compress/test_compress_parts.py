@@ -126,6 +126,7 @@ def test_drawn_queries_attend_again_as_when_the_slots_of_a_part_were_ordered(
 ):
     monkeypatch.setattr(fitted_rows, "LEAST_FITTED", 0)
     monkeypatch.setattr(fitted_rows, "FITTED_PER_SLOT", 1.0)
+    monkeypatch.setattr("kvcat.compress.budgets.PEAK_RATIO", 1.0)
     again = AttentionMatching()(in_parts, num_slots=9)
     # their attention is kept, not only the choice of queries
     monkeypatch.setattr(DenseAttention, "order_alone", lambda attention: attention)
