@@ -72,6 +72,8 @@ README_ROWS = {
     "attention-matching,preset=paper": "Attention Matching as in the KV-CAT paper",
 }
 README_KEEP = 0.2
+README_SMALLER = (0.1, 0.05)
+CLOSEST = "kvpress:KVzipPress"
 TITLES = {"smollm2-135m": "SmolLM2-135M", "qwen2.5-coder-0.5b": "Qwen2.5-Coder-0.5B"}
 UNPLOTTED = ("attention-matching,budgets=equal",)
 MARKERS = "osD^vPX<>"
@@ -462,7 +464,6 @@ def readme_table(records: Records) -> str:
     models = [records.of_model(label) for label in records.labels]
     models = [model for model in models if len(model.marks)]
     names = [f"{model.title}: right answers, % | KL, nats" for model in models]
-    size = f"{100 * README_KEEP:g} %"
     dense = [model.right_answers(*BASELINES[0]) for model in models]
     full = [f"{_first_page(estimate, 100, '.0f')} | 0" for estimate in dense]
     lines = [
@@ -470,26 +471,36 @@ def readme_table(records: Records) -> str:
         "|---" * (2 + 2 * len(models)) + "|",
         f"| full cache | 100 % | {' | '.join(full)} |",
     ]
-    rows = {condition_of(method): (method, name) for method, name in README_ROWS.items()}
-    rows[TRUNCATED] = ("", "text cut to a fifth")
-    for condition, (method, name) in rows.items():
+    rows = [(condition_of(m), m, name, README_KEEP) for m, name in README_ROWS.items()]
+    rows.append((TRUNCATED, "", "text cut to a fifth", README_KEEP))
+    for keep in README_SMALLER:
+        rows += [(condition_of(m), m, README_ROWS[m], keep) for m in (DEFAULT, CLOSEST)]
+    for condition, method, name, keep in rows:
         cells = []
         for model in models:
-            cells.append(_first_page(model.right_answers(condition, README_KEEP), 100, ".0f"))
-            cells.append(_first_page(model.kl_estimate(method, README_KEEP), 1, ".2g"))
-        lines.append(f"| {name} | {size} | {' | '.join(cells)} |".replace("|  |", "| |"))
+            cells.append(_first_page(model.right_answers(condition, keep), 100, ".0f"))
+            cells.append(_first_page(model.kl_estimate(method, keep), 1, ".2g"))
+        line = f"| {name} | {100 * keep:g} % | {' | '.join(cells)} |"
+        lines.append(line.replace("|  |", "| |").replace("|  |", "| |"))
     sentences = []
     for model in models:
-        difference, p = model.paired(condition_of("kvpress:KVzipPress"), README_KEEP)
+        differences = []
+        for keep in (README_KEEP, *README_SMALLER):
+            if (condition_of(CLOSEST), keep) in model.marks.columns:
+                difference, p = model.paired(condition_of(CLOSEST), keep)
+                differences.append(
+                    f"{round(100 * difference.value):+d} points "
+                    f"[{round(100 * difference.low):+d}, {round(100 * difference.high):+d}], "
+                    f"p {p:.2g}, at {100 * keep:g} %"
+                )
         sentences.append(
-            f"{round(100 * difference.value):+d} points [{round(100 * difference.low):+d}, "
-            f"{round(100 * difference.high):+d}], p {p:.2g}, on {model.title} ({len(model.marks)} "
-            f"questions, {len(set(model.asked_documents))} documents)"
+            f"on {model.title} ({len(model.marks)} questions, {len(set(model.asked_documents))} "
+            f"documents) {'; '.join(differences)}"
         )
     text = (
-        f"The default's right answers minus KVzip's, on the same questions: {'; '.join(sentences)}."
+        f"The default's right answers minus KVzip's, on the same questions: {'. '.join(sentences)}."
     )
-    return "\n".join([*lines, "", wrapped(text), ""])
+    return "\n".join([*lines, "", wrapped(text.replace(". on ", ". On ")), ""])
 
 
 def _first_page(estimate: Estimate | None, factor: float, form: str) -> str:

@@ -60,7 +60,10 @@ def test_the_drawn_ones_represent_the_sum_of_all(count):
     torch.testing.assert_close(represented, contributions.sum(-1))
 
 
-def test_all_queries_order_the_slots_and_some_are_fitted_to(batch, fit_to_40):
+@pytest.mark.parametrize("log_bias", [False, True])
+def test_all_queries_order_the_slots_and_some_are_fitted_to(batch, fit_to_40, log_bias):
+    if log_bias:
+        batch = replace(batch, log_bias=torch.randn(2, 20, dtype=torch.float64))
     fitted, attention = fitted_attention(batch)
     every = dense_attention(batch)
     assert most_fitted(20) == attention.rows.shape[1] == 40

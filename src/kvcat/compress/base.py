@@ -340,7 +340,7 @@ def _check_finite(
 ) -> None:
     """Reject layers with a number that is not finite; a log-bias of -inf hides a slot.
 
-    Codes of few bits are always finite.
+    Quantised values are always finite.
     """
     for index, layer in enumerate(layers):
         if isinstance(layer, QuantizedLayer):

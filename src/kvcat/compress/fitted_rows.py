@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import torch
 
+from kvcat.attention.kernels import fused_attention
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_attention
 from kvcat.types import Float, Int, Tensor
 
@@ -58,14 +59,28 @@ def fitted_attention(batch: HeadBatch) -> tuple[HeadBatch, DenseAttention]:
     fitted = replace(batch.with_queries(rows, boosts), num_supervising=drawn_supervising)
     if batch.past is not None:
         fitted = replace(fitted, past=replace(batch.past, first_row=drawn_supervising))
-    attention = dense_attention(fitted)._replace(
-        importance=every.importance,
-        peaks=every.peaks,
-        order=every.order,
+    weights = every.weights.gather(1, rows) * boosts
+    attention = every._replace(
+        log_mass=every.log_mass.gather(1, rows),
+        mass=every.mass.gather(1, rows),
+        outputs=_outputs(fitted, weights),
+        weights=weights,
         rows=rows,
         boosts=boosts,
     )
     return fitted, attention
+
+
+def _outputs(
+    batch: HeadBatch, weights: Float[Tensor, "heads queries"]
+) -> Float[Tensor, "heads queries value_dim"]:
+    """``DenseAttention.outputs`` of a batch, by torch's fused kernel where it has no more to do."""
+    if batch.past is not None or batch.last_seen is not None:
+        return dense_attention(batch).outputs
+    mask = None if batch.log_bias is None else batch.log_bias[:, None, None]
+    states = (each.unsqueeze(1) for each in (batch.queries, batch.keys, batch.values))
+    outputs = fused_attention(*states, mask, causal=False, scale=1.0).squeeze(1)
+    return outputs.mul_(weights.unsqueeze(-1))
 
 
 def _contributions(batch: HeadBatch, attention: DenseAttention) -> Float[Tensor, "heads queries"]:
