@@ -1,5 +1,7 @@
 """Attention sinks: one more logit per query head in the softmax, without a value."""
 
+import itertools
+
 import pytest
 import torch
 from torch.nn.functional import pad
@@ -136,6 +138,44 @@ def test_heads_with_different_numbers_of_slots_have_the_sinks_of_their_query_hea
         torch.autograd.grad((each * noise).sum(), states) for each in (out, same)
     )
     torch.testing.assert_close(gradients, expected_ones, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_in_any_order_have_their_examples_slots_and_their_masks(queries):
+    """In bfloat16, under autocast, with a log-bias that bfloat16 would round by 0.2 nats."""
+    counts = [[4, 9], [6, 2]]
+    slots = []
+    for num_slots in map(sum, counts):
+        keys, values = (normal(num_slots, 8, seed=seed).bfloat16() for seed in (1, 2))
+        slots.append(HeadSlots(keys, values, 60 + normal(num_slots).float()))
+    rows = torch.tensor([1, 0, 1])
+    q, k, v = (
+        normal(3, heads, tokens, 8, seed=seed).bfloat16()
+        for heads, tokens, seed in ((HEADS, queries, 3), (KV_HEADS, 4 + queries, 4), (2, 4, 5))
+    )
+    v = torch.cat([v, k[:, :, 4:]], dim=2)
+    q[..., 0] = 1.0
+    for each in slots:
+        each.keys[:, 0] = -200.0  # with the scale 0.3 as much as the log-bias
+    mask = torch.ones(3, queries, 4 + queries, dtype=torch.bool).tril(4)
+    for row, padding in enumerate([3, 0, 1]):
+        mask[row, :, :padding] = False
+
+    def of_example(example):
+        return slots[example], counts[example]
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = attend_ragged(q, k, v, of_example, rows, mask, scale=0.3, sinks=SINKS.float())
+    for row, head in itertools.product(range(3), range(HEADS)):
+        example, kv_head = int(rows[row]), head // 2
+        first = sum(counts[example][:kv_head])
+        before = slots[example].kept(slice(first, first + counts[example][kv_head]))
+        keys = torch.cat([before.keys, k[row, kv_head]]).double()
+        values = torch.cat([before.values, v[row, kv_head]]).double()
+        scores = 0.3 * q[row, head].double() @ keys.T + pad(before.log_bias, (0, len(mask[row, 0])))
+        scores = scores.masked_fill(~pad(mask[row], (len(before), 0), value=True), -torch.inf)
+        weights = torch.cat([scores, SINKS[head].expand(queries, 1)], 1).softmax(1)[:, :-1]
+        torch.testing.assert_close(out[row, head].double(), weights @ values, rtol=0.01, atol=0.01)
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -156,10 +156,13 @@ def test_a_repetition_keeps_the_slots_that_any_head_attends_to_most(model, windo
             assert positions == sorted(kept[layer, example, head])
 
 
-@pytest.mark.parametrize("options", [{}, {"budgets": "equal"}, {"num_iters": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"budgets": "equal"}, {"num_iters": 2}, {"num_queries": 20}], ids=str
+)
 def test_only_adaptive_budgets_of_a_repetition_keep_slots_for_their_peaks(
     traced, monkeypatch, options
 ):
+    monkeypatch.setattr(budgets, "PEAK_RATIO", 1.0)
     monkeypatch.setattr(attention_matching, "add_peaks", None)
     AttentionMatching(**options)(traced, num_slots=9)
     if options:
@@ -216,13 +219,19 @@ def test_small_groups_of_heads_change_nothing(traced, monkeypatch):
 @pytest.mark.parametrize(
     "options", [{"budgets": "adaptive"}, {"preset": "paper", "num_queries": 20}], ids=str
 )
-def test_caches_of_several_keep_ratios_are_those_of_single_calls(traced, options):
+def test_caches_of_several_keep_ratios_are_those_of_single_calls(
+    traced, windows, monkeypatch, options
+):
+    monkeypatch.setattr(budgets, "PEAK_RATIO", 1.0)
     method = AttentionMatching(**options)
-    ratios = [0.3, 1, 0.1]
-    for ratio, cache in zip(ratios, method.each(traced, ratios), strict=True):
-        alone = method(traced, keep_ratio=ratio)
-        assert cache.metadata == alone.metadata
-        torch.testing.assert_close(tensors(cache), tensors(alone), rtol=1e-5, atol=1e-6)
+    ratios = [0.7, 1, 0.1, 0.85]
+    copied = torch.cat([windows[:, :44], windows[:, :40]], 1)
+    repeated = trace(traced.model, Reconstruction(copied, 40, 44))
+    for each in (traced, repeated):
+        for ratio, cache in zip(ratios, method.each(each, ratios), strict=True):
+            alone = method(each, keep_ratio=ratio)
+            assert cache.metadata == alone.metadata
+            torch.testing.assert_close(tensors(cache), tensors(alone), rtol=1e-5, atol=1e-6)
 
 
 def test_slots_of_unequal_heads_record_the_positions_of_their_tokens(traced):

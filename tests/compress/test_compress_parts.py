@@ -126,6 +126,7 @@ def test_drawn_queries_attend_again_as_when_the_slots_of_a_part_were_ordered(
 ):
     monkeypatch.setattr(fitted_rows, "LEAST_FITTED", 0)
     monkeypatch.setattr(fitted_rows, "FITTED_PER_SLOT", 1.0)
+    monkeypatch.setattr("kvcat.compress.budgets.PEAK_RATIO", 1.0)
     again = AttentionMatching()(in_parts, num_slots=9)
     # their attention is kept, not only the choice of queries
     monkeypatch.setattr(DenseAttention, "order_alone", lambda attention: attention)
@@ -179,11 +180,13 @@ def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_repres
 
 
 @pytest.mark.parametrize(
-    ("num_slots", "budgets"), [(8, "adaptive"), (20, "adaptive"), (9, "equal")]
+    ("num_slots", "budgets", "peak_ratio"),
+    [(8, "adaptive", 0.05), (20, "adaptive", 0.05), (20, "adaptive", 1.0), (9, "equal", 1.0)],
 )
 def test_parts_share_the_slots_of_the_budget_and_their_slots_are_of_their_tokens(
-    in_parts, parts_of_24, num_slots, budgets
+    in_parts, parts_of_24, monkeypatch, num_slots, budgets, peak_ratio
 ):
+    monkeypatch.setattr("kvcat.compress.budgets.PEAK_RATIO", peak_ratio)
     cache = AttentionMatching(budgets=budgets)(in_parts, num_slots=num_slots)
     is_equal = {bool(layer.counts.min() == layer.counts.max()) for layer in cache.layers}
     assert (is_equal == {True}) == (budgets == "equal")

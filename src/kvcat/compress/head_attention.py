@@ -169,7 +169,8 @@ class DenseAttention(NamedTuple):
         weights: what each query's error is multiplied by; at least a millionth of its factor.
         importance: for each slot, its attention weights times the queries' weights, squared and
             summed over all queries, also over those that are not fitted to.
-        peaks: for each slot, the largest of these squares of a supervising query; 0 without any.
+        peaks: for each slot, the square of the largest share of a supervising query's attention,
+            whatever the query's factor; 0 without any.
         order: the slots in the order in which they are kept.
         rows, boosts: of ``HeadBatch.with_queries``, which makes the batch of these queries from
             that of all.
@@ -239,7 +240,9 @@ class DenseAttention(NamedTuple):
         self.importance.add_(squares.squeeze(1))
         if rows.start < batch.num_supervising:
             squares = exponentials[:, : batch.num_supervising - rows.start]
-            squares.mul_(weight_per_sum[:, : squares.shape[1]].unsqueeze(-1))
+            # a query that represents others attends to a slot no more than one that does not
+            share_per_sum = (share_of_prefix / sums)[:, : squares.shape[1]]
+            squares.mul_(share_per_sum.square_().unsqueeze(-1))
             torch.maximum(self.peaks, squares.amax(1), out=self.peaks)
 
     def set_past(self, batch: HeadBatch, past: PastAttention) -> None:

@@ -97,9 +97,9 @@ class AttentionMatching(_Options):
             total so that the squared errors of the attention outputs, relative to the residual
             stream that they are added to, have a small sum: "adaptive", by errors that are measured
             on the document; next to a repetition some slots go to the tokens that any head attends
-            to most (``add_peaks``), except in the paper's form. A file of `kvcat budgets`
-            (``CalibratedBudgets``) allocates by the errors of other documents, which saves the time
-            of measuring this one's.
+            to most (``add_peaks``), except in the paper's form and with ``num_queries``. A file of
+            `kvcat budgets` (``CalibratedBudgets``) allocates by the errors of other documents,
+            which saves the time of measuring this one's.
         seed: seed of the draw of queries.
 
     Raises:
@@ -160,7 +160,9 @@ class AttentionMatching(_Options):
         # segments share their slots by errors, also where all heads of a segment get equally many
         by_errors = self.budgets == "adaptive" or len(prefixes) > 1
         is_repeated = prefix.trace.text.supervision == "reconstruction"
-        keeps_peaks = is_repeated and self.budgets == "adaptive" and self.num_iters is None
+        # where few queries are drawn, most tokens have no peak
+        fits_all = self.num_iters is None and self.num_queries is None
+        keeps_peaks = is_repeated and fits_all and self.budgets == "adaptive"
         longest = max(segment.max_slots for segment in prefixes)
         choices = [slot_sizes(size / len(prefixes), longest) if by_errors else [] for size in sizes]
         attentions, curves = measure_segments(segments, set().union(*choices))
