@@ -78,8 +78,8 @@ def _outputs(
     if batch.past is not None or batch.last_seen is not None:
         return dense_attention(batch).outputs
     mask = None if batch.log_bias is None else batch.log_bias[:, None, None]
-    states = (each.unsqueeze(1) for each in (batch.queries, batch.keys, batch.values))
-    outputs = fused_attention(*states, mask, causal=False, scale=1.0).squeeze(1)
+    queries, keys, values = (x.unsqueeze(1) for x in (batch.queries, batch.keys, batch.values))
+    outputs = fused_attention(queries, keys, values, mask, causal=False, scale=1.0).squeeze(1)
     return outputs.mul_(weights.unsqueeze(-1))
 
 
