@@ -480,8 +480,8 @@ def readme_table(records: Records) -> str:
         for model in models:
             cells.append(_first_page(model.right_answers(condition, keep), 100, ".0f"))
             cells.append(_first_page(model.kl_estimate(method, keep), 1, ".2g"))
-        line = f"| {name} | {100 * keep:g} % | {' | '.join(cells)} |"
-        lines.append(line.replace("|  |", "| |").replace("|  |", "| |"))
+        figures = "".join(f" {cell} |" if cell else " |" for cell in cells)
+        lines.append(f"| {name} | {100 * keep:g} % |{figures}")
     sentences = []
     for model in models:
         differences = []
@@ -494,13 +494,13 @@ def readme_table(records: Records) -> str:
                     f"p {p:.2g}, at {100 * keep:g} %"
                 )
         sentences.append(
-            f"on {model.title} ({len(model.marks)} questions, {len(set(model.asked_documents))} "
-            f"documents) {'; '.join(differences)}"
+            f"On {model.title} ({len(model.marks)} questions, {len(set(model.asked_documents))} "
+            f"documents): {'; '.join(differences)}."
         )
     text = (
-        f"The default's right answers minus KVzip's, on the same questions: {'. '.join(sentences)}."
+        f"The default's right answers minus KVzip's, on the same questions. {' '.join(sentences)}"
     )
-    return "\n".join([*lines, "", wrapped(text.replace(". on ", ". On ")), ""])
+    return "\n".join([*lines, "", wrapped(text), ""])
 
 
 def _first_page(estimate: Estimate | None, factor: float, form: str) -> str:
