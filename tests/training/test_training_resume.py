@@ -8,16 +8,19 @@ import shutil
 import signal
 import time
 from functools import partial
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
 
 from kvcat.errors import InputError
 from kvcat.files import read_json, read_jsonl, write_json
 from kvcat.training import loop as loop_module
 from kvcat.training import run as run_module
 from kvcat.training.checkpoint import Checkpoints, folders, verify
+from kvcat.training.checkpoint_reader import _MetadataUnpickler
 from kvcat.training.config import TrainConfig
 from kvcat.training.distributed import World
 from kvcat.training.export import export_checkpoint
@@ -297,6 +300,30 @@ def test_a_command_in_a_checkpoint_does_not_run(place, tmp_path):
     with pytest.raises(InputError, match=r"step-000001 cannot be loaded: [^\n]*$"):
         checkpoints(tmp_path).load_newest()
     assert not (tmp_path / "ran").exists()
+
+
+class Attribute:
+    """What Python before 3.11.4 writes for a member of an enumeration."""
+
+    def __init__(self, owner, name):
+        self.owner = owner
+        self.name = name
+
+    def __reduce__(self):
+        return getattr, (self.owner, self.name)
+
+
+def test_a_member_of_an_enumeration_is_read_as_older_pythons_write_it_and_no_other_attribute():
+    def read(owner, name):
+        return _MetadataUnpickler(BytesIO(pickle.dumps(Attribute(owner, name)))).load()
+
+    kept = _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    assert read(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT") is kept
+    for owner, name in ((Metadata, "__init__"), (Path, "home")):
+        with pytest.raises(pickle.UnpicklingError):
+            read(owner, name)
+    with pytest.raises(KeyError):
+        read(_MEM_FORMAT_ENCODING, "__class__")
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ a file names. A checkpoint that somebody else made could run a command.
 """
 
 import pickle
+from enum import Enum
 from io import BytesIO
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ class SafePlanner(DefaultLoadPlanner):
 class _MetadataUnpickler(pickle.Unpickler):
     def find_class(self, module_name: str, global_name: str) -> Any:
         """The class of that name, if it is one that torch writes."""
+        if (module_name, global_name) == ("builtins", "getattr"):
+            return _member
         is_allowed = global_name in _ALLOWED.get(module_name, ())
         if module_name == "torch" and isinstance(getattr(torch, global_name, None), torch.dtype):
             is_allowed = True
@@ -75,3 +78,10 @@ class _MetadataUnpickler(pickle.Unpickler):
                 f"it names {module_name}.{global_name}, which no checkpoint holds"
             )
         return super().find_class(module_name, global_name)
+
+
+def _member(owner: Any, name: str) -> Any:
+    """A member of an enumeration, which Python writes with getattr before 3.11.4."""
+    if not (isinstance(owner, type) and issubclass(owner, Enum)):
+        raise pickle.UnpicklingError("it reads an attribute, which no checkpoint does")
+    return owner[name]
