@@ -81,7 +81,9 @@ def test_a_gpus_passes_are_in_tf32_and_fits_are_not_and_the_record_says_so(
 
     model, _ = models["base"]
     monkeypatch.setattr(
-        fitting, "fit_values", lambda *given, **options: note("fits", fit_values(*given, **options))
+        fitting,
+        "fit_values",
+        lambda *inputs, **options: note("fits", fit_values(*inputs, **options)),
     )
     hook = decoder_layers(model)[0].register_forward_hook(lambda *_: note("passes"))
     with hook:
