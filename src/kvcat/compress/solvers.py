@@ -21,6 +21,7 @@ _SINGLE_PRECISION_RIDGE = 1e-5
 _LEAST_SHIFT = 1e-6  # of the squared spectral norm
 _LEAST_COLUMNS_FOR_BLOCKS = 512
 _NUM_BLOCKS = 4
+_SAFE_CONDITION = 0.01  # times the largest condition whose singular values all count
 
 
 def fit_log_bias(
@@ -207,14 +208,47 @@ def least_squares(
 ) -> Float[Tensor, "*heads slots columns"]:
     """The X of smallest norm among those that minimise |design X - targets|^2, without any ridge.
 
-    Singular values below the rounding of float64 count as 0. Solved in float64 by LAPACK's gelsd on
-    the CPU, whatever the device: the other drivers of torch need a design of full rank, and GPUs
-    have no other driver than those.
+    Singular values below the rounding of float64 count as 0. Solved in float64, on a GPU there
+    (``least_squares_by_qr``), else by LAPACK's gelsd on the CPU: the other drivers of torch need a
+    design of full rank.
     """
-    solution = torch.linalg.lstsq(
-        design.double().cpu(), targets.double().cpu(), driver="gelsd"
-    ).solution
+    if design.is_cuda:
+        solution = least_squares_by_qr(design.double(), targets.double())
+    else:
+        solution = torch.linalg.lstsq(
+            design.double().cpu(), targets.double().cpu(), driver="gelsd"
+        ).solution
     return solution.to(targets)
+
+
+def least_squares_by_qr(
+    design: Float[Tensor, "*heads queries slots"], targets: Float[Tensor, "*heads queries columns"]
+) -> Float[Tensor, "*heads slots columns"]:
+    """``least_squares`` of all heads at once, by operations that run on any device.
+
+    From the QR factors of the design, or of its transpose if it has more slots than queries. Where
+    the triangle may be singular, its singular values are computed, which are those of the design.
+    """
+    num_queries, num_slots = design.shape[-2:]
+    is_wide = num_queries < num_slots
+    basis, upper = torch.linalg.qr(design.mT if is_wide else design)
+    # the design is basis @ triangle, or triangle @ basis.mT
+    triangle = upper.mT if is_wide else upper
+    right = targets if is_wide else basis.mT @ targets
+    identity = torch.eye(upper.shape[-1], dtype=upper.dtype, device=upper.device)
+    inverse = torch.linalg.solve_triangular(upper, identity.expand_as(upper), upper=True)
+    condition = torch.linalg.matrix_norm(upper) * torch.linalg.matrix_norm(inverse)
+    rounding = torch.finfo(design.dtype).eps * max(num_queries, num_slots)
+    solution = torch.linalg.solve_triangular(triangle, right, upper=not is_wide)
+    # true also of NaN, which a zero on the diagonal leads to
+    may_be_singular = ~(condition < _SAFE_CONDITION / rounding)
+    if may_be_singular.any():
+        left, values, right_vectors = torch.linalg.svd(triangle[may_be_singular])
+        is_zero = values <= rounding * values[..., :1]
+        inverse_values = torch.where(is_zero, 0.0, values.reciprocal()).unsqueeze(-1)
+        coordinates = inverse_values * (left.mT @ right[may_be_singular])
+        solution[may_be_singular] = right_vectors.mT @ coordinates
+    return basis @ solution if is_wide else solution
 
 
 def check_ridge(ridge: float | None) -> None:
