@@ -9,6 +9,7 @@ from torch.nn.functional import pad
 
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
 from kvcat.compress.heads import HeadIndex, Heads, with_progress
+from kvcat.memory import return_freed_memory
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
@@ -69,6 +70,7 @@ def attention_and_curves(
             gain = gains[layer][head].item() / trace.layers[layer].stream[example].item()
             scaled = {size: gain * error for size, error in curve.items()}
             curves[layer, example, head] = scaled
+        return_freed_memory()  # results lie between what a group frees
     return dense, curves
 
 

@@ -12,7 +12,7 @@ from kvcat.compress.heads import HeadIndex, Heads, with_progress
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import fit_in_chunks, fit_log_bias, fit_values
-from kvcat.memory import rows_per_chunk
+from kvcat.memory import return_freed_memory
 from kvcat.types import Float, Tensor
 
 BOUNDS = (-3.0, 3.0)
@@ -60,6 +60,7 @@ def fit_segments(
             slots = replace(slots, positions=positions + heads.prefix.first_slot)
             for head, fit in zip(group, slots.split(), strict=True):
                 fits[head].append(fit)
+            return_freed_memory()  # results lie between what a group frees
     # the slots of one segment may have codes
     joined = {
         head: of_segments[0] if len(of_segments) == 1 else HeadSlots.joined(of_segments)
@@ -103,12 +104,15 @@ def match_attention(
         rounded_keys = round_keys_together(keys, weighted_queries, bits)
         keys = rounded_keys.numbers
     is_usual = num_iters is None and bits is None and batch.last_seen is None
-    chunks = _chunks(batch, num_slots)
+    num_queries = batch.queries.shape[1]
+    rows_at_once = max(1, Heads.group_elements // (num_heads * num_slots))
     # where a head has so many slots that the scores of all queries would need much memory
-    if ridge is not None and is_usual and len(chunks) > 1 and num_slots <= batch.queries.shape[1]:
+    is_large = keys.device.type == "cpu" and num_slots <= num_queries > rows_at_once
+    if ridge is not None and is_usual and is_large:
         bias, values = fit_in_chunks(
-            lambda rows: batch.scores(rows, slots),
-            chunks,
+            batch.queries,
+            keys,
+            None if batch.log_bias is None else batch.log_bias.gather(1, slots),
             dense.log_mass,
             dense.weights,
             dense.outputs,
@@ -116,6 +120,7 @@ def match_attention(
             bounds=BOUNDS if log_bias else None,
             pull=PULL,
             ridge=ridge,
+            rows_at_once=rows_at_once,
         )
         return HeadSlots(keys, values, bias, slots)
     scores = batch.scores(slots=slots, keys=keys)  # (heads, queries, slots)
@@ -133,15 +138,6 @@ def match_attention(
     rounded_values = round_values_together(values, attention, bits)
     codes = list(RoundedHeads(rounded_keys, rounded_values).split())
     return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
-
-
-def _chunks(batch: HeadBatch, num_slots: int) -> list[slice]:
-    """The queries, as many at once as a group of heads may have scores."""
-    num_heads, num_queries, _ = batch.queries.shape
-    rows = rows_per_chunk(
-        num_heads * num_slots, batch.keys.device, cpu_elements=Heads.group_elements
-    )
-    return [slice(start, start + rows) for start in range(0, num_queries, rows)]
 
 
 def fit_to_dense(

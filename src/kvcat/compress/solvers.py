@@ -1,7 +1,7 @@
 """Least squares for many attention heads at once: box-constrained, and with a ridge."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import torch
@@ -135,8 +135,9 @@ def fit_values(
 
 
 def fit_in_chunks(
-    scores_of: Callable[[slice], Float[Tensor, "heads rows slots"]],
-    chunks: Sequence[slice],
+    queries: Float[Tensor, "heads queries head_dim"],
+    keys: Float[Tensor, "heads slots head_dim"],
+    key_bias: Float[Tensor, "heads slots"] | None,
     log_mass: Float[Tensor, "heads queries"],
     weights: Float[Tensor, "heads queries"],
     outputs: Float[Tensor, "heads queries value_dim"],
@@ -145,6 +146,7 @@ def fit_in_chunks(
     bounds: tuple[float, float] | None,
     pull: float,
     ridge: float,
+    rows_at_once: int,
 ) -> tuple[Float[Tensor, "heads slots"], Float[Tensor, "heads slots value_dim"]]:
     """``fit_log_bias`` with a pull and then ``fit_values``, relative to the columns, without a
     tensor of all queries x slots.
@@ -153,15 +155,23 @@ def fit_in_chunks(
     queries see all slots, and there are at least as many queries as slots.
 
     Args:
-        scores_of: makes the scores of some queries, in memory that may be written to.
-        chunks: of all queries.
+        queries: times the factor on q.k.
+        keys: of the slots.
+        key_bias: nats added to their scores; None: nothing is.
         log_mass: of each query on the whole prefix, nats.
         weights: factor on the error of each query.
         outputs: attention outputs of the whole prefix, times the weights.
         slot_values: towards which the values are pulled.
         bounds: of the log-bias; None: it is 0.
         pull, ridge: of log-bias and values.
+        rows_at_once: queries of a chunk.
     """
+    starts = range(0, queries.shape[1], rows_at_once)
+    chunks = [slice(start, start + rows_at_once) for start in starts]
+
+    def scores_of(rows: slice) -> Tensor:
+        scores = queries[:, rows] @ keys.mT
+        return scores if key_bias is None else scores.add_(key_bias.unsqueeze(1))
 
     def designs() -> Iterator[tuple[Tensor, Tensor]]:
         for rows in chunks:

@@ -314,8 +314,8 @@ class _Recording:
             num_queries = len(self.query_positions)
             self.rounded[layer] = Rounded(
                 *(
-                    self.blocks.empty(kind, (*part.shape[:2], num_queries, part.shape[3]), part)
-                    for kind, part in (("queries", some.integers), ("scales", some.scales))
+                    self.blocks.empty(kind, (*each.shape[:2], num_queries, each.shape[3]), each)
+                    for kind, each in (("queries", some.integers), ("scales", some.scales))
                 )
             )
         rows = slice(self.num_rounded, self.num_rounded + queries.shape[2])
