@@ -158,8 +158,12 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.impls: dict[int, Any] = {}  # attention by the number of the layer
         if role == base.KVConnectorRole.WORKER:
             self.rotation = rotation_model(vllm_config.model_config.hf_text_config)
-            # vLLM has decorated the class if it runs transformers' code itself
-            self.rotation.base_model.do_not_compile = True  # type: ignore[assignment]
+            # vLLM has decorated the class if it runs transformers' code itself; its configuration
+            # leads to the served model, which no copy of the small one should contain
+            decorated = vars(self.rotation.base_model)
+            decorated["do_not_compile"] = True
+            for name in ("vllm_config", "compilation_config"):
+                decorated.pop(name, None)
             KeyRotation(self.rotation, -1)  # rejects a model whose keys cannot be rotated
             WORKER.group_of_layer = {
                 name: number for number, group in enumerate(groups) for name in group.layer_names
