@@ -323,6 +323,29 @@ def test_ids_lead_to_documents_of_a_store_and_a_changed_text_to_its_new_cache(tm
     )
 
 
+def test_a_document_that_changes_in_a_store_at_an_address_is_found_when_its_manifest_is_read_again(
+    tmp_path, monkeypatch
+):
+    tokenizer = byte_tokenizer()
+    model = make_model("llama", {"vocab_size": len(tokenizer)})
+    texts = tmp_path / "texts.jsonl"
+    address = "memory://served"
+
+    def fill(text):
+        texts.write_text(json.dumps({"id": "a", "text": text}))
+        compress_corpus(model, tokenizer, texts, address, CorpusSettings(keep_ratio=0.5))
+
+    fill("the cat sees a dog")
+    documents = open_documents(address, model.config, lambda _: fingerprint(model))
+    before = documents.find("a")
+    assert len(documents.load(before)) == 1
+    fill("a small red tree")
+    monkeypatch.setattr(documents.store, "_read_at", -1e9)
+    after = documents.find("a")
+    assert after.digest != before.digest
+    assert len(documents.load(after)) == 1
+
+
 def test_a_document_with_an_answer_beyond_the_models_positions_is_rejected(tmp_path):
     model = make_model("mistral", {"sliding_window": 48})
     evicted(model, ids(1, 40)).save(tmp_path / "a")
