@@ -489,6 +489,7 @@ def vllm(options, named, model, documents, caches):
         for count in options.requests:
             runs, answers = alternating(options, servers, bodies, count)
             figures["runs"] += runs
+        figures["load"] = os.getloadavg()[0]
         loaded = re.search(
             r"^kvcat:document_bytes\S* (\S+)$", with_documents.read("/metrics"), re.M
         )

@@ -280,6 +280,7 @@ def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(wor
         "damaged": "corrupt",
         "link": "no document",
         "two": "holds 2 examples",
+        "large": "and cache_mb is 0.13",
         "../outside": "is no name",
         7: "is no name",
     }.items():
@@ -292,8 +293,6 @@ def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(wor
         raw = {"kv_transfer_params": {"kvcat": name}, "cache_salt": "kvcat:"}
         tokens = world.tokens("the cat")
         assert world.ask(tokens, None, "/invocations", **raw)[0] in (400, 500)
-    assert world.ask("the cat", "large")[0] == 500
-    assert "cache_mb" in world.log.read_text()
     assert world.ask(["the cat", "a dog"], "ragged")[0] == 400
     assert world.ask("", "ragged")[0] == 400
     assert "exceed the 512" in world.ask("the cat", "ragged", max_tokens=500)[1]

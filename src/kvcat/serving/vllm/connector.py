@@ -136,9 +136,6 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.config = vllm_config
         self.documents = documents_of(vllm_config)
         self.dtype = vllm_config.model_config.dtype
-        self.head_dim = vllm_config.model_config.get_head_size()
-        if vllm_config.device_config.device_type != "cpu":  # FlashAttention's keys hold the bias
-            self.head_dim += EXTRA_CHANNELS
         self.num_workers = vllm_config.parallel_config.tensor_parallel_size
         groups = kv_cache_config.kv_cache_groups
         for group in groups:
@@ -185,13 +182,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             document = self._document_of(request)
             if document is None:
                 return 0, False
-            size = num_bytes(
-                document.counts,
-                self.head_dim,
-                self.dtype,
-                biased=document.has_log_bias,
-                size=self.num_workers,
-            )
+            size = document_bytes(document, self.config)
             if self._residents.ask(request.request_id, document, size):
                 self._restore_skipping(request, num_computed_tokens)
                 return 0, False
@@ -424,6 +415,20 @@ def memory_bytes(vllm_config: Any) -> int:
     if type(megabytes) not in (int, float) or not 0 <= megabytes < math.inf:
         raise InputError(f"cache_mb must be a number of at least 0, not {megabytes!r}")
     return int(megabytes * 1e6)
+
+
+def document_bytes(document: Document, vllm_config: Any) -> int:
+    """Bytes of a document in the memory of the worker with the most of it."""
+    head_dim = vllm_config.model_config.get_head_size()
+    if vllm_config.device_config.device_type != "cpu":  # FlashAttention's keys hold the bias
+        head_dim += EXTRA_CHANNELS
+    return num_bytes(
+        document.counts,
+        head_dim,
+        vllm_config.model_config.dtype,
+        biased=document.has_log_bias,
+        size=vllm_config.parallel_config.tensor_parallel_size,
+    )
 
 
 def reserved_bytes(vllm_config: Any) -> int:
