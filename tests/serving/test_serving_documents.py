@@ -292,19 +292,19 @@ def test_ids_lead_to_documents_of_a_store_and_a_changed_text_to_its_new_cache(tm
     texts = {"books/1": "the cat sees a dog", "books/2": "a small red tree", "empty": ""}
     fill(texts)
     documents = open_documents(str(tmp_path / "store"), model.config, lambda _: fingerprint(model))
-    found = {id: documents.find(id) for id in ("books/1", "books/2")}
-    for id, each in found.items():
+    by_id = {id: documents.find(id) for id in ("books/1", "books/2")}
+    for id, each in by_id.items():
         (cache,) = documents.load(each)
         assert each.num_tokens == cache.num_tokens == len(tokenizer(texts[id])["input_ids"])
         assert each.counts == tuple(tuple(layer.counts[0].tolist()) for layer in cache.layers)
     both = documents.find(["books/1", "books/2"])
     assert len(documents.load(both)) == 2
-    assert both.num_tokens == sum(each.num_tokens for each in found.values())
+    assert both.num_tokens == sum(each.num_tokens for each in by_id.values())
     fill({**texts, "books/1": "then it was old, and the river ran", "books/3": "a house"})
-    assert documents.find("books/1").digest != found["books/1"].digest
-    assert documents.find("books/1").num_tokens > found["books/1"].num_tokens
-    assert documents.find("books/2").digest == found["books/2"].digest
-    assert "has changed" in refusal(documents.load, found["books/1"])
+    assert documents.find("books/1").digest != by_id["books/1"].digest
+    assert documents.find("books/1").num_tokens > by_id["books/1"].num_tokens
+    assert documents.find("books/2").digest == by_id["books/2"].digest
+    assert "has changed" in refusal(documents.load, by_id["books/1"])
     file = tmp_path / "store" / cache_file("books/2")
     content = file.read_bytes()
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
