@@ -41,7 +41,7 @@ from questions import BASELINES, Document, answered
 from tqdm import tqdm
 from windows import Source, Window, choose, encoder
 
-from kvcat.cache import CompactCache
+from kvcat.cache import CompactCache, most_bytes_per_slot
 from kvcat.compress import Reconstruction, Trace, trace
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import run_script
@@ -57,14 +57,26 @@ VERSION = 1
 DEFAULT = "attention-matching@reconstruction"
 NAMES = {
     DEFAULT: "kvcat, the default",
+    "attention-matching,bits=8@reconstruction": "the same, in 8 bits",
+    "attention-matching,bits=4@reconstruction": "the same, in 4 bits",
     "attention-matching@answer": "the same, fitted to a repetition as the model's answer",
     "attention-matching@self": "the same, fitted to the document's own queries",
     "attention-matching,preset=paper@reconstruction": "Attention Matching as in the KV-CAT paper",
     "kvpress:KVzipPress@self": "KVzip (kvpress)",
+    "kvpress:KVgradPress@self": "KVgrad (kvpress)",
+    "kvpress:ExpectedAttentionPress@self": "Expected Attention (kvpress)",
     "h2o@self": "H2O",
     "snapkv@self": "SnapKV",
+    "streaming@self": "StreamingLLM",
     "truncated@text": "text cut",
 }
+BY_BYTES = {
+    DEFAULT: "kvcat, 16 bits",
+    "attention-matching,bits=8@reconstruction": "kvcat, 8 bits",
+    "attention-matching,bits=4@reconstruction": "kvcat, 4 bits",
+    "kvpress:KVzipPress@self": "KVzip, 16 bits",
+}
+HEAD_DIM = 64  # of SmolLM2-135M and of Qwen2.5-0.5B
 TOKENS_A_QUESTION = 60
 LONGEST_ANSWER = 16  # tokens
 LEAST_GAIN = 0.5  # right answers of the whole cache less those without the document
@@ -259,7 +271,9 @@ def table(rows: pd.DataFrame) -> str:
             marks = marks_of(of_model[of_model["document"].str.startswith(half)])
             if not marks.empty:
                 head = f"**{model}, {half} documents**"
-                lines += [head, "", *_by_condition(marks), "", *_by_kind(marks), ""]
+                length = int(of_model["length"].median())
+                lines += [head, "", *_by_condition(marks), "", *_by_bytes(marks, length), ""]
+                lines += [*_by_kind(marks), ""]
     return "\n".join(lines)
 
 
@@ -311,6 +325,46 @@ def _by_condition(marks: pd.DataFrame) -> list[str]:
             cells.append(f"{percent(share(right, documents(good)))}{mark}; {kept:.0f}")
         lines.append(f"| {NAMES.get(name, f'`{name}`')} | {' | '.join(cells)} |")
     return lines
+
+
+def bytes_of(condition: str, keep: float, num_tokens: int) -> float:
+    """Bytes of a cache, relative to those of the whole one in 16 bits.
+
+    Args:
+        condition: of the records.
+        keep: slots, relative to the tokens.
+        num_tokens: of the documents.
+    """
+    if not condition.startswith("attention-matching"):
+        return keep
+    bits = re.search(r"bits=(\d)", condition)
+    per_slot, per_head = 2 * 2 * HEAD_DIM + 2.0, 0.0  # keys and values, log-bias
+    if bits:
+        per_slot, per_head = most_bytes_per_slot((HEAD_DIM, HEAD_DIM), int(bits[1]))
+    return (per_slot * keep * num_tokens + per_head) / (2 * 2 * HEAD_DIM * num_tokens)
+
+
+def _by_bytes(marks: pd.DataFrame, num_tokens: int) -> list[str]:
+    """The table of what a number of bytes is good for."""
+    good = of_kind(marks, above_floor(marks))
+    dense = good[BASELINES[0]].to_numpy()
+    cells = []
+    for name, keep in good.columns:
+        if (name, keep) not in BASELINES and name in BY_BYTES:
+            right = good[name, keep].to_numpy()
+            kept = f"{100 * right[dense == 1.0].mean():.0f}"
+            label = "whole cache" if keep == 1 else f"{100 * keep:g} % of the slots"
+            what = f"{BY_BYTES[name]}, {label}"
+            cells.append((bytes_of(name, keep, num_tokens), what, right, kept))
+    lines = [
+        "| bytes, of the whole cache in 16 bits | cache | right answers, %; of those of the whole "
+        "cache |",
+        "|---|---|---|",
+    ]
+    for share_of_bytes, what, right, kept in sorted(cells, key=lambda cell: cell[0]):
+        answers = f"{percent(share(right, documents(good)))}; {kept}"
+        lines.append(f"| {100 * share_of_bytes:.1f} % | {what} | {answers} |")
+    return lines if cells else []
 
 
 def _by_kind(marks: pd.DataFrame) -> list[str]:

@@ -5,6 +5,8 @@
 
 Steps of all variants take turns, and ratios compare neighbours in time; the median is shown. The
 control's step is forward, loss and backward of B sequences; KV-CAT's of B dense and B masked ones.
+The model is prepared as by `kvcat train`: float32 master weights, with `--dtype bfloat16` sharded
+by FSDP2 and used in bfloat16, with `--compile` layers and loss compiled.
 KV-CAT needs at least 2.0 times the control's time. Peak memory compares B sequences of KV-CAT with
 2 B of the control, each in a process of its own.
 """
@@ -25,7 +27,7 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from kvcat.errors import run_script
 from kvcat.models import load
 from kvcat.training.config import TrainConfig
-from kvcat.training.distributed import prepare_layers
+from kvcat.training.distributed import World, distribute, join_world
 from kvcat.training.log import peak_memory
 from kvcat.training.objective import Objective
 from kvcat.training.plan import flops_per_token
@@ -66,14 +68,14 @@ def config(**options: object) -> TrainConfig:
 
 def make_model(shape: str, device: str) -> torch.nn.Module:
     if shape not in SHAPES:
-        return load(shape, device=device, tokenizer=False)[0]
+        return load(shape, dtype="float32", device=device, tokenizer=False)[0]
     torch.manual_seed(0)
     made = Qwen2Config(**SHAPES[shape], max_position_embeddings=32_768, tie_word_embeddings=True)
     return Qwen2ForCausalLM(made).to(device).eval()
 
 
 def stepper(
-    args: argparse.Namespace, sequences: int, name: str = "", **options: object
+    args: argparse.Namespace, world: World, sequences: int, name: str = "", **options: object
 ) -> tuple[Objective, Callable[[], None]]:
     settings = config(
         seq_len=args.seq_len,
@@ -84,15 +86,12 @@ def stepper(
     )
     model = make_model(args.shape, args.device)
     objective = Objective(model, settings).to(args.device)
-    prepare_layers(objective.model, settings)
+    distribute(objective, world)
     tokens = torch.randint(model.config.vocab_size, (sequences, args.seq_len), device=args.device)
     generators = [torch.Generator().manual_seed(i) for i in range(sequences)]
 
     def step() -> None:
-        with torch.autocast(
-            args.device.split(":")[0], torch.bfloat16, enabled=args.dtype == "bfloat16"
-        ):
-            total, _ = objective(tokens, generators, 0)
+        total, _ = objective(tokens, generators, 0)
         total.backward()
         objective.zero_grad(set_to_none=True)
         if args.device.startswith("cuda"):
@@ -108,8 +107,11 @@ def stepper(
     return objective, step
 
 
-def times(args: argparse.Namespace) -> None:
-    made = {name: stepper(args, args.batch, name, **options) for name, options in VARIANTS.items()}
+def times(args: argparse.Namespace, world: World) -> None:
+    made = {
+        name: stepper(args, world, args.batch, name, **options)
+        for name, options in VARIANTS.items()
+    }
     taken: dict[str, list[float]] = {name: [] for name in made}
     for turn in range(args.repeats + 1):
         for name, (_, step) in made.items():
@@ -173,10 +175,11 @@ def memory(args: argparse.Namespace) -> None:
 def one(request: dict[str, object]) -> None:
     args = argparse.Namespace(**request)
     torch.set_num_threads(args.threads)
-    _, step = stepper(args, args.sequences, **args.options)
-    before = held(args.device)
-    for _ in range(2):
-        step()
+    with join_world(args.device, group=args.dtype != "float32") as world:
+        _, step = stepper(args, world, args.sequences, **args.options)
+        before = held(args.device)
+        for _ in range(2):
+            step()
     print(json.dumps({"grown": peak_memory(torch.device(args.device)) - before}))
 
 
@@ -213,7 +216,8 @@ def main() -> None:
         one(json.loads(args.one))
         return
     torch.set_num_threads(args.threads)
-    times(args)
+    with join_world(args.device, group=args.dtype != "float32") as world:
+        times(args, world)
     memory(args)
 
 

@@ -3,7 +3,8 @@
 #   PART=check   the tests for a GPU; attention and solver timings
 #   PART=train   tokens a second of `kvcat train` at Qwen2.5-0.5B's shape: control and router, eager and compiled,
 #                micro-batches of 8 and 16
-#   PART=curve   gain and price by tokens per parameter on kvcat-base (runs/scale), at 10.6: SEEDS, FORMS
+#   PART=curve   gain and price on kvcat-base (runs/scale) at RATIO tokens a parameter, 10.6 or 100: SEEDS, FORMS; a
+#                point after the other, and the same command continues
 #   PART=long    what `kvcat compress` costs on documents of 8,000 to 32,000 tokens, over reading them (MODEL)
 #   PART=vllm    the attention of compact documents in vLLM against its reference (needs kvcat[vllm])
 # PART=check runs/gpu.sh on a bare machine with Python and torch first installs kvcat; WHEELS=folder installs from that
@@ -56,21 +57,25 @@ case $PART in
           kvcat train "qwen2.5-0.5b$form" --model "$OUT/shape" --output "$run" --data installed --dtype bfloat16 \
             --device "$DEVICE" --seq-len $sequence --batch-size $micro --micro-batch-size $micro --max-steps $steps \
             --warmup-steps 2 --validation-every 1000 --validation-sequences 2 --checkpoint-every 1000 $compile
+          # 8 GB a run, of which only the record counts
+          rm -rf "$run/checkpoints" "$run"/export/*.safetensors
         done
       done
     done
     kept speed.txt python runs/gpu.py speed $runs
     ;;
   curve)
-    queue=$OUT/queue.txt
-    per_parameter=10.6 steps=1835
-    [ -z "${TRY:-}" ] || { per_parameter=0.1; steps=3; export WINDOWS=2; }
+    queue=$OUT/queue.txt records=$OUT/scale.csv.gz
+    per_parameter=${RATIO:-10.6} seeds=${SEEDS:-1 2 3 4 5}
+    # of 4 x 1,024 tokens, for 708,960 parameters
+    steps=$(awk "BEGIN { printf \"%d\", $per_parameter * 708960 / 4096 + 0.5 }")
+    [ -z "${TRY:-}" ] || { per_parameter=0.1; steps=3; seeds=1; export WINDOWS=2; }
     : > "$queue"
-    for seed in ${SEEDS:-1 2 3 4 5}; do
+    for seed in $seeds; do
       for form in ${FORMS:-control router rand}; do echo "$form $per_parameter $steps $seed" >> "$queue"; done
     done
-    OUT=$OUT/scale RECORDS=$OUT/scale.csv.gz QUEUE=$queue DEVICE=$DEVICE runs/scale/curve.sh
-    kept scale.txt python runs/scale/curve.py --records "$OUT/scale.csv.gz"
+    OUT=$OUT/scale RECORDS=$records QUEUE=$queue DEVICE=$DEVICE runs/scale/curve.sh
+    kept scale.txt python runs/scale/curve.py --records "$records"
     ;;
   long)
     lengths="8000 16000 32000" model=${MODEL:-$OUT/shape}
@@ -84,6 +89,7 @@ case $PART in
     done
     ;;
   vllm)
+    python -c "import vllm" 2> "$OUT/missing.txt" || { echo "PART=vllm needs kvcat[vllm], for a GPU" >&2; exit 2; }
     kept vllm.txt python -m pytest -q -m gpu tests/serving
     ;;
   *) echo "no part $PART: check, train, curve, long or vllm" >&2; exit 2 ;;

@@ -1,6 +1,10 @@
 import os
 import shlex
 
+import pytest
+import torch
+
+from kvcat.precision import tf32_facts, tf32_products
 from kvcat.provenance import command_line, provenance
 
 
@@ -39,3 +43,18 @@ def test_provenance_names_versions_and_hardware_as_text_and_no_home():
     } <= facts.keys()
     assert all(isinstance(value, str) and value for value in facts.values())
     assert os.path.expanduser("~") not in facts.values()
+
+
+@pytest.mark.parametrize(
+    ("device", "switch", "inside"),
+    [("cuda", None, "high"), ("cuda", "0", "highest"), ("cpu", None, "highest")],
+)
+def test_tf32_is_for_gpus_unless_nvidias_switch_is_off_and_ends_with_the_block(
+    device, switch, inside, monkeypatch
+):
+    if switch is not None:
+        monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", switch)
+    with tf32_products(torch.device(device)):
+        assert torch.get_float32_matmul_precision() == inside
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert tf32_facts(torch.zeros(1)) == {}

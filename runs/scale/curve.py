@@ -101,6 +101,8 @@ def compared(rows: pd.DataFrame, model: str, column: str) -> str:
     num_predicted = 255 if supervision == "suffix" else 127
     records = [cell_record(row, num_predicted) for row in rows.to_dict("records")]
     table = compare_models(records, control).set_index("metric")
+    if metric not in table.index:  # per nat of a context gain that is not clearly above 0
+        return "-"
     row = table.loc[metric]
     if metric in RATIOS:
         return f"{row['ratio']:.3f} [{row['ratio_low']:.3f}, {row['ratio_high']:.3f}]"
@@ -108,9 +110,13 @@ def compared(rows: pd.DataFrame, model: str, column: str) -> str:
 
 
 def table(rows: pd.DataFrame) -> str:
-    """The table in Markdown: a row for each form and number of tokens, in the queue's order."""
+    """The table in Markdown: a row for each form and number of tokens, in the queue's order, then
+    in that of the records.
+    """
     lines = [line.split() for line in QUEUE.read_text().splitlines() if line[0] != "#"]
-    order = list(dict.fromkeys((form, ratio) for form, ratio, _, _ in lines if form != "control"))
+    points = [(form, ratio) for form, ratio, _, _ in lines]
+    points += [tuple(model.rsplit("-", 1)) for model in rows["model"].unique() if "-" in model]
+    order = [point for point in dict.fromkeys(points) if point[0] != "control"]
     printed = ["| form | tokens a parameter | seeds | " + " | ".join(COLUMNS) + " |"]
     printed.append("|---" * (3 + len(COLUMNS)) + "|")
     for form, ratio in sorted(order, key=lambda pair: float(pair[1])):

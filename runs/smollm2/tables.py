@@ -49,6 +49,7 @@ PAGE = ROOT / "docs" / "results.md"
 BLOCK = re.compile(
     r"<!-- table (?P<name>\S+) -->\n(?P<table>.*?)<!-- end of the table -->\n", re.DOTALL
 )
+PARAMETERS = 134_515_008  # of SmolLM2-135M
 NAME = re.compile(
     r"((?P<date>\d{4}-\d\d-\d\d(\+\d{4}-\d\d-\d\d)*)/)?(?P<text>[a-z-]+)/(?P<model>[^@:]+)"
     r"(@(?P<seed>[^:]+))?(:(?P<control>.+))?"
@@ -78,8 +79,8 @@ CONTROLS = ("control-48", "control-64", "control-128", "control-256")
 EXACT_DATE = "2026-11-26"
 EXACT = {
     "base": "base",
-    "adapt-48": "adapted, 197,000 tokens",
-    "control-64": "control, 262,000 more",
+    "adapt-48": "adapted, 197,000 tokens (.0015 a parameter)",
+    "control-64": "control, 262,000 more (.0019 a parameter)",
     "router-64": "Router, on the same",
     "attn-reader-w0.3-64": "`attn-reader`, weight .3, on the same",
     "rand-w0.1-64": "Rand, weight .1, on the same",
@@ -178,6 +179,11 @@ def thousands(model: str) -> str:
     return f"{round(tokens_of(model), -3):,}"
 
 
+def per_parameter(model: str) -> str:
+    """The same tokens, divided by the model's parameters."""
+    return short(f"{tokens_of(model) / PARAMETERS:.4f}")
+
+
 def header(titles: list[str]) -> list[str]:
     """The first two lines of a table."""
     return [line(titles), "|---" * len(titles) + "|"]
@@ -228,7 +234,7 @@ def p_text(p_value: float) -> str:
 
 def summary() -> str:
     """A row for every form: its price, and figures at 5 % of the slots."""
-    lines = header(["", "tokens", "dense NLL", *COLUMNS])
+    lines = header(["", "tokens", "tokens a parameter", "dense NLL", *COLUMNS])
     primary = []
     for name, title in SUMMARY.items():
         comparison = comparison_of(name)
@@ -236,7 +242,8 @@ def summary() -> str:
         price = shown(difference_figure(comparison.dense.loc["nll_dense"]))
         rows = [comparison.row(*place) for place in COLUMNS.values()]
         cells = [cell(row, with_p=False) for row in rows]
-        lines.append(line([title, thousands(comparison.model), price, *cells]))
+        tokens = [thousands(comparison.model), per_parameter(comparison.model)]
+        lines.append(line([title, *tokens, price, *cells]))
     return "\n".join([*lines, "", *_over_forms(pd.DataFrame(primary))])
 
 

@@ -13,6 +13,8 @@ CPU_CACHE_ELEMENTS = 2**19
 """Numbers that a CPU keeps in its cache."""
 DEVICE_ELEMENTS = 2**26
 """Numbers that an accelerator holds at once, 256 MiB in float32."""
+LOGIT_ELEMENTS = 2**28
+"""Logits of one pass that an accelerator holds at once, 512 MiB in bfloat16."""
 CHUNK_TOKENS = 4096
 """Tokens of each example that a forward pass runs at once."""
 

@@ -114,6 +114,23 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
             assert torch.allclose(values[head], expected, atol=1e-2, rtol=1e-2)
 
 
+@pytest.mark.parametrize("log_bias", [True, False])
+def test_a_fit_to_some_queries_at_a_time_is_the_fit_to_all_of_them(traced, monkeypatch, log_bias):
+    """More slots than a chunk has queries, and a last chunk of fewer."""
+    batch = loaded(traced)
+    dense = dense_attention(batch)
+    whole = match_attention(batch, dense, 9, log_bias=log_bias)
+    monkeypatch.setattr(Heads, "group_elements", 7 * 9 * len(batch.keys))
+    num_queries = batch.queries.shape[1]
+    assert num_queries > 9
+    assert num_queries % 7
+    in_chunks = match_attention(batch, dense, 9, log_bias=log_bias)
+    assert torch.equal(in_chunks.positions, whole.positions)
+    assert torch.allclose(in_chunks.log_bias, whole.log_bias, atol=1e-4)
+    assert bool(whole.log_bias.any()) == log_bias
+    assert torch.allclose(in_chunks.values, whole.values, atol=1e-4)
+
+
 def test_the_kept_keys_are_those_of_the_largest_rms_attention(traced):
     cache = AttentionMatching("paper", num_queries=None)(traced, num_slots=6)
     for index in range(2):

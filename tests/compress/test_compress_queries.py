@@ -14,9 +14,9 @@ from kvcat.compress.kept_queries import keep_queries, placed_ahead
 from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.queries import fitted_queries
-from kvcat.compress.query_set import Rows
 from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
+from kvcat.models.rounded import Rounded
 from tiny import loud_model
 
 
@@ -252,7 +252,7 @@ def attention_from(double, states, layer, shifts, keys, values):
 
 
 def assert_rounded(rows, exact, before):
-    """Rows equal exact vectors, but for their rounding to 8 bits and that of what was before."""
+    """Rounded equal exact vectors, but for their rounding to 8 bits and that of what was before."""
     largest = exact.abs().amax(-1, keepdim=True)
     step = largest / 127 + before.scales
     assert ((rows.numbers() - exact).abs() <= 0.51 * step).all()
@@ -384,13 +384,13 @@ def test_vectors_in_eight_bits_are_within_half_a_step_and_zeros_stay_zeros():
     scale = torch.logspace(-3, 3, 7).unsqueeze(-1)
     vectors = torch.randn(2, 7, 16, generator=generator) * scale
     vectors[1, 3] = 0.0
-    rows = Rows.of(vectors)
+    rows = Rounded.of(vectors)
     step = vectors.abs().amax(-1, keepdim=True) / 127
     assert ((rows.numbers() - vectors).abs() <= 0.5001 * step).all()
     assert (rows.numbers()[1, 3] == 0).all()
     assert rows.integers.dtype == torch.int8
     places = torch.tensor([5, 0])
     assert torch.equal(rows.selected(1, places).numbers(), rows.numbers()[:, places])
-    again = Rows.joined([rows[:, :4], rows[:, 4:]], dim=1)
+    again = Rounded.joined([rows[:, :4], rows[:, 4:]], dim=1)
     assert torch.equal(again.numbers(), rows.numbers())
-    assert torch.equal(Rows.of(rows.numbers()).integers, rows.integers)
+    assert torch.equal(Rounded.of(rows.numbers()).integers, rows.integers)

@@ -4,13 +4,14 @@ import math
 
 import numpy as np
 import pytest
+import scipy.linalg
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import lsq_linear
 
 from kvcat.compress import fit_log_bias, fit_values
-from kvcat.compress.solvers import largest_eigenvalue, products_of_columns
+from kvcat.compress.solvers import largest_eigenvalue, least_squares_by_qr, products_of_columns
 from kvcat.errors import InputError
 from naive import normal
 
@@ -178,6 +179,30 @@ def test_without_ridge_the_values_are_numpys_minimum_norm_solution(queries, slot
     targets = normal(queries, 5, seed=1)
     expected = np.linalg.lstsq(weights.numpy(), targets.numpy(), rcond=None)[0]
     assert np.allclose(fit_values(weights, targets, ridge=None), expected, atol=1e-8)
+
+
+@pytest.mark.parametrize(("queries", "slots"), [(60, 20), (20, 60), (20, 20)])
+@pytest.mark.parametrize(("dim", "scale"), [(32, 1.0), (2, 0.3)])
+def test_least_squares_for_gpus_give_the_solutions_of_lapack(queries, slots, dim, scale):
+    """Heads of full rank with conditions of 1e3 to 1e8, with equal slots and queries, with slots
+    that no query sees and queries that see none, and with nothing."""
+    scores = scale * normal(queries, dim) @ normal(dim, 200, seed=1)
+    design, mass = problem(scores[:, :slots], scores)
+    equal = design.clone()
+    equal[:, 5] = equal[:, 4]
+    equal[7] = equal[6]
+    unseen = design.clone()
+    unseen[:, 3] = 0
+    unseen[2] = 0
+    heads = torch.stack([design, equal, unseen, torch.zeros_like(design)]).float().double()
+    targets = torch.stack([mass, mass.sqrt()], dim=-1).expand(4, -1, -1)
+    actual = least_squares_by_qr(heads, targets)
+    rounding = np.finfo(float).eps * max(queries, slots)
+    for head, ours, target in zip(heads, actual, targets, strict=True):
+        expected, *_ = scipy.linalg.lstsq(head, target, cond=rounding, lapack_driver="gelsd")
+        difference = ours.numpy() - expected
+        assert np.linalg.norm(difference) <= 1e-5 * np.linalg.norm(expected)
+    assert torch.equal(least_squares_by_qr(heads[1], targets[1]), actual[1])
 
 
 @pytest.mark.parametrize("columns", [1, 511, 512, 515, 700])

@@ -5,8 +5,10 @@ import pytest
 import torch
 from small_evaluations import PREFIX, noise, tiny
 
+from kvcat import precision
 from kvcat.cache import fingerprint
-from kvcat.compress import CalibratedBudgets, Eviction
+from kvcat.compress import CalibratedBudgets, Eviction, fitting
+from kvcat.compress.solvers import fit_values
 from kvcat.errors import InputError
 from kvcat.evals import (
     Method,
@@ -21,6 +23,7 @@ from kvcat.evals import (
     summarise,
 )
 from kvcat.evals.evaluations.suffix import PreparedWindows
+from kvcat.models import decoder_layers
 from tiny import refusal
 
 METHODS = ["attention-matching", Method("random"), Method("gradient", {"num_steps": 2}, (0.5,), 2)]
@@ -64,6 +67,30 @@ def test_every_model_method_ratio_and_window_has_its_record(finished):
     assert counts == wanted | {("gradient", 0.5, step): 4 for step in (0, 1, 2)}
     start, end = read_events(folder)
     assert (start["event"], start["torch"], end["event"]) == ("start", torch.__version__, "end")
+
+
+def test_a_gpus_passes_are_in_tf32_and_fits_are_not_and_the_record_says_so(
+    models, windows, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(precision, "_uses_tf32", lambda _device: True)
+    seen = {"passes": set(), "fits": set()}
+
+    def note(place, result=None):
+        seen[place].add(torch.get_float32_matmul_precision())
+        return result
+
+    model, _ = models["base"]
+    monkeypatch.setattr(
+        fitting,
+        "fit_values",
+        lambda *inputs, **options: note("fits", fit_values(*inputs, **options)),
+    )
+    hook = decoder_layers(model)[0].register_forward_hook(lambda *_: note("passes"))
+    with hook:
+        run({"base": (model, None)}, windows, tmp_path / "out")
+    assert seen == {"passes": {"high"}, "fits": {"highest"}}
+    assert torch.get_float32_matmul_precision() == "highest"
+    assert [event.get("float32") for event in read_events(tmp_path / "out")] == ["tf32", None]
 
 
 def test_a_call_that_computes_nothing_is_not_among_the_sources_of_the_records(

@@ -69,12 +69,11 @@ def gradients(total, head, *hidden, **options):
     return torch.autograd.grad(total, wanted, **options)
 
 
-def assert_equal(actual, expected, head, *hidden):
+def assert_equal(actual, expected, head, *hidden, **options):
     """Values and gradients agree to the rounding of float64."""
     assert abs(actual.item() - expected.item()) < 1e-12
-    for one, other in zip(
-        gradients(actual, head, *hidden), gradients(expected, head, *hidden), strict=True
-    ):
+    both = (gradients(total, head, *hidden, **options) for total in (actual, expected))
+    for one, other in zip(*both, strict=True):
         assert one.dtype == other.dtype
         assert other.abs().max() > 1e-4
         assert (one - other).abs().max() < 1e-12
@@ -111,6 +110,22 @@ def test_value_and_every_gradient_equal_the_naive_objective(options, chunk, cont
         assert [figure.item() for figure in reported] == pytest.approx(expected, abs=1e-13)
         assert 0.1 < same < 0.95
         assert not any(figure.requires_grad for figure in (*reported, losses.dense_loss))
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch itself
+@pytest.mark.parametrize(("options", "control"), [({}, False), (ALL, False), ({}, True)])
+def test_a_compiled_block_gives_the_naive_value_and_every_gradient(options, control):
+    head = make_head(**options)
+    dense, masked, ids = make_inputs()
+    masked = None if control else masked
+    expected = naive_total(head, dense, masked, ids, **WEIGHTS)
+    for chunk in (1000, 5):  # all positions at once; a last chunk of one position
+        losses = objective(head, dense, masked, ids, **WEIGHTS, chunk_tokens=chunk, compiled=True)
+        assert_equal(losses.total, expected, head, dense, masked, retain_graph=True)
+    plain = objective(head, dense, masked, ids, **WEIGHTS)
+    for name in ("dense_loss", "masked_loss", "kl", "top1"):
+        torch.testing.assert_close(getattr(losses, name), getattr(plain, name))
 
 
 @pytest.mark.parametrize("only", range(4), ids=["dense", "masked", "weight", "bias"])

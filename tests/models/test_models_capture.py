@@ -35,6 +35,23 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
             )
             torch.testing.assert_close(whole_tensors, chunked_tensors, rtol=0, atol=1e-12)
             torch.testing.assert_close(whole.stream, in_chunks.stream)
+            rounded = capture(
+                model,
+                ids,
+                query_positions=torch.arange(9, 24),
+                hidden_start=3,
+                chunk_tokens=chunk_tokens,
+                first_slot=-5,
+                rounded=True,
+            )
+            for layer, (queries, exact) in enumerate(
+                zip(rounded.queries, whole.queries, strict=True)
+            ):
+                assert ((queries.numbers() - exact).abs() <= 0.501 * queries.scales).all()
+                last = whole.keys[layer][:, :, -5:], whole.values[layer][:, :, -5:]
+                of_layer = rounded.keys[layer], rounded.values[layer]
+                torch.testing.assert_close(of_layer, last, rtol=0, atol=1e-12)
+            torch.testing.assert_close(rounded.stream, whole.stream)
     assert whole.hidden.shape[1] == 21
     assert not whole.hidden.requires_grad
     assert torch.allclose(logits_from_hidden(model, every.hidden), stock.logits, atol=1e-6)

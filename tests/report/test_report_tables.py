@@ -3,6 +3,7 @@ import math
 from dataclasses import replace
 from itertools import product
 
+import numpy as np
 import pandas as pd
 import pytest
 from report_examples import (
@@ -112,6 +113,28 @@ def test_differences_show_price_and_gain_side_by_side_and_name_their_verdict(fol
     ours, control = (row_of(quality, keep="10 %", model=model) for model in ("kvcat", "control"))
     assert row["KL ratio"].value == pytest.approx(ours["KL"].value / control["KL"].value)
     assert (row["KL ratio"].verdict, row["delta NLL diff."].text[0]) == ("better", "-")
+
+
+def test_gradient_steps_to_the_bases_level_are_read_off_the_mean_curves(folders):
+    table = next(t for t in result_tables(folders["suffix"]) if t.name == "steps")
+    places = {"keep": "10 %", "model": "kvcat", "level of": "base", "metric": "KL"}
+    row = row_of(table, **places)
+    kl = {
+        (model, step): np.mean(
+            [
+                r.values["kl"]
+                for r in MADE_UP["suffix"]()
+                if (r.model, r.method, r.keep_ratio, r.step) == (model, "gradient", 0.1, step)
+            ]
+        )
+        for model in ("base", "kvcat")
+        for step in (10, 100)
+    }
+    between = np.interp(-kl["base", 100], [-kl["kvcat", 10], -kl["kvcat", 100]], [10, 100])
+    steps, fewer = row["steps to it"], row["times fewer"]
+    assert steps.value == pytest.approx(between)
+    assert fewer.value == pytest.approx(100 / between)
+    assert fewer.low < fewer.value < fewer.high
 
 
 def test_figures_of_the_whole_cache_are_shown_once_with_their_differences(folders):

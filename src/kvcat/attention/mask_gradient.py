@@ -20,9 +20,11 @@ class KeepGradient(torch.autograd.Function):
 
     dL/dm_j = sum_{h,i} P_ij (dO_i . v_j - dO_i . o_i) over the reachable pairs, where P and o are
     the dense attention. The derivative of the masked pass itself, at the visible slots alone, would
-    give a dropped slot an unbounded weight. The forward pass costs nothing. The backward pass
-    computes the scores again: in bfloat16 on a GPU by ``fused_keep_gradient``, elsewhere by
-    ``keep_gradient``. ``apply`` takes out, keep, q, k, v, reach and scale, as in ``attend``.
+    give a dropped slot an unbounded weight. The terms of a query sum to 0 over its slots: the loss
+    can re-order slots, but never asks for more of them. The forward pass costs nothing. The
+    backward pass computes the scores again: in bfloat16 on a GPU by ``fused_keep_gradient``,
+    elsewhere by ``keep_gradient``. ``apply`` takes out, keep, q, k, v, reach and scale, as in
+    ``attend``.
     """
 
     @staticmethod

@@ -11,7 +11,8 @@ from kvcat.compress.head_attention import DenseAttention, HeadBatch, dense_atten
 from kvcat.compress.heads import HeadIndex, Heads, with_progress
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
-from kvcat.compress.solvers import fit_log_bias, fit_values
+from kvcat.compress.solvers import fit_in_chunks, fit_log_bias, fit_values
+from kvcat.memory import rows_per_chunk
 from kvcat.types import Float, Tensor
 
 BOUNDS = (-3.0, 3.0)
@@ -101,6 +102,22 @@ def match_attention(
         weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
         rounded_keys = round_keys_together(keys, weighted_queries, bits)
         keys = rounded_keys.numbers
+    is_usual = num_iters is None and bits is None and batch.last_seen is None
+    chunks = _chunks(batch, num_slots)
+    # where a head has so many slots that the scores of all queries would need much memory
+    if ridge is not None and is_usual and len(chunks) > 1 and num_slots <= batch.queries.shape[1]:
+        bias, values = fit_in_chunks(
+            lambda rows: batch.scores(rows, slots),
+            chunks,
+            dense.log_mass,
+            dense.weights,
+            dense.outputs,
+            slot_values,
+            bounds=BOUNDS if log_bias else None,
+            pull=PULL,
+            ridge=ridge,
+        )
+        return HeadSlots(keys, values, bias, slots)
     scores = batch.scores(slots=slots, keys=keys)  # (heads, queries, slots)
     outputs = dense.outputs
     if batch.last_seen is not None:
@@ -116,6 +133,15 @@ def match_attention(
     rounded_values = round_values_together(values, attention, bits)
     codes = list(RoundedHeads(rounded_keys, rounded_values).split())
     return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
+
+
+def _chunks(batch: HeadBatch, num_slots: int) -> list[slice]:
+    """The queries, as many at once as a group of heads may have scores."""
+    num_heads, num_queries, _ = batch.queries.shape
+    rows = rows_per_chunk(
+        num_heads * num_slots, batch.keys.device, cpu_elements=Heads.group_elements
+    )
+    return [slice(start, start + rows) for start in range(0, num_queries, rows)]
 
 
 def fit_to_dense(

@@ -14,7 +14,7 @@ from kvcat.compress.fitted_rows import fitted_attention, most_fitted
 from kvcat.compress.head_attention import DenseAttention, HeadBatch, PastAttention
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
-from kvcat.memory import rows_per_chunk
+from kvcat.memory import return_freed_memory, rows_per_chunk
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 T = TypeVar("T")
@@ -197,8 +197,13 @@ class Heads:
 
 
 def with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
-    """The groups, with a progress bar in a terminal after two seconds; TQDM_DISABLE=1 hides it."""
-    yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)
+    """The groups, with a progress bar in a terminal after two seconds; TQDM_DISABLE=1 hides it.
+
+    What a group freed is given back before the next one: its results lie between.
+    """
+    for group in tqdm(groups, name, delay=2.0, disable=None, leave=False):
+        yield group
+        return_freed_memory()
 
 
 def _by_value(values: Mapping[HeadIndex, T]) -> dict[T, list[HeadIndex]]:

@@ -16,9 +16,10 @@ import torch
 from kvcat.compress.head_attention import Attended
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import own_queries
-from kvcat.compress.query_set import QuerySet, Rows
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.models.rotation import KeyRotation
+from kvcat.models.rounded import Rounded
 from kvcat.types import at_least_float32
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -94,7 +95,7 @@ def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
         after = _attended(prefix, layer, past, place, compact)
         log_masses.append(past.log_mass[layer] + (after.log_mass - before.log_mass))
         outputs = past.outputs[layer].numbers() + (after.outputs - before.outputs)
-        all_outputs.append(Rows.of(outputs))
+        all_outputs.append(Rounded.of(outputs))
     moved = replace(past, place=place, log_mass=log_masses, outputs=all_outputs)
     return replace(trace, past=replace(trace.past, queries=moved))
 
@@ -121,7 +122,7 @@ def _of_repeated_tokens(repeated: Sequence[QuerySet], start: int) -> QuerySet:
 
 def _placed(trace: Trace, moved: QuerySet, place: int) -> QuerySet:
     """Queries of the prefix, in 8 bits, with their attention to all of it from another place."""
-    states = [each if isinstance(each, Rows) else Rows.of(each) for each in moved.states]
+    states = [each if isinstance(each, Rounded) else Rounded.of(each) for each in moved.states]
     # what the rounded queries attend to
     rounded = replace(moved, states=states, place=place, rotation=None)
     prefix = Prefix.of(trace)
@@ -131,7 +132,7 @@ def _placed(trace: Trace, moved: QuerySet, place: int) -> QuerySet:
     return replace(
         rounded,
         log_mass=[each.log_mass for each in attended],
-        outputs=[Rows.of(each.outputs) for each in attended],
+        outputs=[Rounded.of(each.outputs) for each in attended],
     )
 
 
@@ -147,7 +148,7 @@ def _with_new_tokens(trace: Trace, past: QuerySet) -> QuerySet:
     return replace(
         past,
         log_mass=[each.log_mass for each in joined],
-        outputs=[Rows.of(each.outputs) for each in joined],
+        outputs=[Rounded.of(each.outputs) for each in joined],
     )
 
 
@@ -191,7 +192,7 @@ def _joined(first: QuerySet, second: QuerySet) -> QuerySet:
     def joined(name: str) -> list[Any]:
         pairs = zip(getattr(first, name), getattr(second, name), strict=True)
         return [
-            Rows.joined(both, 2) if isinstance(both[0], Rows) else torch.cat(both, 2)
+            Rounded.joined(both, 2) if isinstance(both[0], Rounded) else torch.cat(both, 2)
             for both in pairs
         ]
 

@@ -14,10 +14,9 @@ from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 
 from kvcat.attention import check_not_wrapped
-from kvcat.attention.mass import log_mass
 from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
-from kvcat.compress.query_set import QuerySet, Rows
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Reconstruction, Trace, TracedText, sampled_positions
 from kvcat.compress.tracing import read, split_layers
 from kvcat.memory import return_freed_memory
@@ -100,12 +99,13 @@ def trace_in_parts(
     split = split_layers(model, longest, None)
     own_positions = sampled_positions(prefix_len)
     tail = torch.arange(max(0, prefix_len - _TAIL), prefix_len)
-    trace = read(model, text, split, torch.cat([own_positions, tail]).unique())
-    on_read()
     count = num_parts(sequence, positions, part_tokens)
+    kept = torch.cat([own_positions, tail]).unique()
+    rounded = count > 1
+    trace = read(model, text, split, kept, chunk_tokens=part_tokens, rounded=rounded)
+    on_read()
     moved = own_queries(trace)
-    if moved is not None and count > 1:
-        moved = replace(moved, states=_in_8_bits(moved.states))
+    if rounded:
         trace = _with_last_queries(trace, tail)
     return_freed_memory()
     sources = [*_repeated(trace, sequence, count), *([] if moved is None else [moved])]
@@ -143,15 +143,10 @@ def repeated_tokens(
 def _with_last_queries(trace: Trace, positions: Int[Tensor, " last"]) -> Trace:
     """The trace without the queries of its prefix except for those at the last positions."""
     layers = [
-        replace(layer, prefix_queries=layer.prefix_queries[:, :, -len(positions) :].clone())
+        replace(layer, prefix_queries=layer.prefix_queries[:, :, -len(positions) :].numbers())
         for layer in trace.layers
     ]
     return replace(trace, layers=layers, prefix_positions=positions)
-
-
-def _in_8_bits(states: Any) -> list[Rows]:
-    """The queries of every layer, rounded, in a third or less of their memory."""
-    return [Rows.of(queries) for queries in states]
 
 
 def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[QuerySet]:
@@ -166,12 +161,17 @@ def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[Qu
     text_cache = trace.dense_cache().to_transformers(trace.model, read_only=True, any_length=True)
     ranges = list(pairwise(edges))
     for start, stop in tqdm(ranges, "repeating", delay=2.0, disable=None, leave=False):
-        queries = _repeated_part(trace, text_cache, sequence, start, stop)
-        yield queries if count == 1 else replace(queries, states=_in_8_bits(queries.states))
+        yield _repeated_part(trace, text_cache, sequence, start, stop, rounded=count > 1)
 
 
 def _repeated_part(
-    trace: Trace, text_cache: Cache, sequence: Reconstruction, start: int, stop: int
+    trace: Trace,
+    text_cache: Cache,
+    sequence: Reconstruction,
+    start: int,
+    stop: int,
+    *,
+    rounded: bool,
 ) -> QuerySet:
     """The queries of one part of the copy; nothing else of its forward pass stays in memory.
 
@@ -180,6 +180,7 @@ def _repeated_part(
         text_cache: of the text, for the model.
         sequence: the text with its copy.
         start, stop: range of the part in the copy.
+        rounded: whether its queries are kept in 8 bits.
     """
     instruction = sequence.input_ids[:, sequence.prefix_len : sequence.supervision_start]
     copied = sequence.input_ids[:, sequence.supervision_start :]
@@ -197,15 +198,14 @@ def _repeated_part(
             rope=trace.text.rope,
             layers=trace.layer_numbers,
             first_slot=-ids.shape[1],  # slots of a compact cache are fewer than its tokens
+            rounded=rounded,
         )
-    masses = [
-        log_mass(*layer, last_seen)
-        for layer in zip(captured.queries, captured.keys, captured.scales, strict=True)
-    ]
-    return QuerySet(
+    queries = QuerySet(
         states=captured.queries,
         positions=trace.prefix_len + last_seen,
         weights=torch.ones(stop - start),
-        log_elsewhere=masses,
+        log_elsewhere=[],
         repeated=torch.arange(num_opening + start, num_opening + stop),
     )
+    own_text = queries.log_masses(trace.layer_numbers, captured.scales, captured.keys, last_seen)
+    return replace(queries, log_elsewhere=own_text)

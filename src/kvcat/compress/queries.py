@@ -131,7 +131,7 @@ def own_queries(trace: Trace) -> QuerySet | None:
         states=[layer.prefix_queries for layer in trace.layers],
         positions=positions[order],
         weights=torch.ones(len(order)),
-        log_elsewhere=_no_mass([layer.prefix_queries[:, :, rows, 0] for layer in trace.layers]),
+        log_elsewhere=[],
         rows=rows[order],
         starts=starts[order],
         place=prefix_len,
@@ -148,7 +148,7 @@ def _masses_in_parts(trace: Trace, moved: QuerySet) -> list[Float[Tensor, "batch
     """
     num_new = trace.prefix_len - trace.past_len
     starts: Tensor = moved.starts  # type: ignore[assignment]
-    masses = list(moved.log_elsewhere)
+    masses: list[Tensor] = []
     for start in starts.unique().tolist():
         is_in_part = starts == start
         in_place = replace(moved.selected(is_in_part.nonzero().squeeze(1)), rotation=None)
@@ -157,6 +157,7 @@ def _masses_in_parts(trace: Trace, moved: QuerySet) -> list[Float[Tensor, "batch
         of_part = in_place.log_masses(
             trace.layer_numbers, trace.scales, keys, in_place.positions - start
         )
+        masses = masses or [mass.new_empty(*mass.shape[:2], len(moved)) for mass in of_part]
         for of_layer, mass in zip(masses, of_part, strict=True):
             of_layer[:, :, is_in_part] = mass
     return masses

@@ -1,4 +1,4 @@
-"""The queries of one source, to which compact slots are fitted; some are kept in 8 bits."""
+"""The queries of one source, to which compact slots are fitted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,65 +8,8 @@ import torch
 
 from kvcat.attention.mass import log_mass
 from kvcat.models.rotation import KeyRotation
-from kvcat.types import Float, Int, Tensor, at_least_float32
-
-_LARGEST = 127
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Vectors in 8 bits, each with a scale of its own, so that its largest number is 127 times it.
-
-    Args:
-        integers: from -127 to 127.
-        scales: what the integers are multiplied by, in at least float32.
-    """
-
-    integers: Int[Tensor, "*shape channels"]
-    scales: Float[Tensor, "*shape 1"]
-
-    @classmethod
-    def of(cls, vectors: Float[Tensor, "*shape channels"]) -> "Rows":
-        """The vectors, rounded."""
-        numbers = at_least_float32(vectors)
-        scales = numbers.abs().amax(-1, keepdim=True) / _LARGEST
-        divisors = torch.where(scales > 0, scales, torch.ones_like(scales))
-        return cls((numbers / divisors).round().to(torch.int8), scales)
-
-    def __getitem__(self, index: Any) -> "Rows":
-        """Some of the vectors, by the dimensions before the channels."""
-        return Rows(self.integers[index], self.scales[index])
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the rounded vectors."""
-        return self.integers.shape
-
-    @property
-    def device(self) -> torch.device:
-        """Where the vectors are."""
-        return self.integers.device
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the integers and their scales."""
-        return self.integers.nbytes + self.scales.nbytes
-
-    def numbers(self) -> Float[Tensor, "*shape channels"]:
-        """The rounded vectors."""
-        return self.integers * self.scales
-
-    def selected(self, dim: int, places: Int[Tensor, " rows"]) -> "Rows":
-        """Some of the vectors along a dimension."""
-        places = places.to(self.device)
-        return Rows(self.integers.index_select(dim, places), self.scales.index_select(dim, places))
-
-    @staticmethod
-    def joined(several: Sequence["Rows"], dim: int) -> "Rows":
-        """Vectors of several, one after the other along a dimension."""
-        integers = torch.cat([rows.integers for rows in several], dim=dim)
-        scales = torch.cat([rows.scales for rows in several], dim=dim)
-        return Rows(integers, scales)
+from kvcat.models.rounded import Rounded
+from kvcat.types import Float, Int, Tensor
 
 
 @dataclass(frozen=True)
@@ -102,7 +45,7 @@ class QuerySet:
             query is the prefix's own.
     """
 
-    states: Sequence[Float[Tensor, "batch heads held _"] | Rows]  # layers differ in channels
+    states: Sequence[Float[Tensor, "batch heads held _"] | Rounded]  # layers differ in channels
     positions: Int[Tensor, " queries"]
     weights: Float[Tensor, " queries"]
     log_elsewhere: Sequence[Float[Tensor, "batch heads queries"]]
@@ -112,7 +55,7 @@ class QuerySet:
     rotation: KeyRotation | None = None
     is_causal: bool = False
     log_mass: Sequence[Float[Tensor, "batch heads queries"]] = ()
-    outputs: Sequence[Rows] = ()
+    outputs: Sequence[Rounded] = ()
     repeated: Int[Tensor, " queries"] | None = None
 
     def __len__(self) -> int:
@@ -145,7 +88,7 @@ class QuerySet:
         """
         states = self.states[layer][example]
         head_rows = torch.tensor(heads, device=states.device)
-        if isinstance(states, Rows):
+        if isinstance(states, Rounded):
             rounded = states.selected(0, head_rows)
             in_place = (rounded if self.rows is None else rounded.selected(1, self.rows)).numbers()
         elif self.rows is None:
@@ -217,7 +160,7 @@ class QuerySet:
 
 
 def _selected(states: Any, rows: Int[Tensor, " rows"]) -> Any:
-    """Some queries of a layer, a tensor or ``Rows``; queries are the third dimension."""
-    if isinstance(states, Rows):
+    """Some queries of a layer, a tensor or ``Rounded``; queries are the third dimension."""
+    if isinstance(states, Rounded):
         return states.selected(2, rows)
     return states.index_select(2, rows.to(states.device))

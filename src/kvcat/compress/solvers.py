@@ -1,6 +1,7 @@
 """Least squares for many attention heads at once: box-constrained, and with a ridge."""
 
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Literal
 
 import torch
@@ -20,6 +21,7 @@ _SINGLE_PRECISION_RIDGE = 1e-5
 _LEAST_SHIFT = 1e-6  # of the squared spectral norm
 _LEAST_COLUMNS_FOR_BLOCKS = 512
 _NUM_BLOCKS = 4
+_SAFE_CONDITION = 0.01  # times the largest condition whose singular values all count
 
 
 def fit_log_bias(
@@ -123,15 +125,82 @@ def fit_values(
     num_queries, num_slots = weights.shape[-2:]
     is_dual = num_queries < num_slots
     gram = products_of_columns(design.mT if is_dual else design)
-    shift = ridge * largest_eigenvalue(gram)
-    if relative_to == "columns":
-        size = usual_column(design) if is_dual else usual_square(gram.diagonal(dim1=-2, dim2=-1))
-        shift = (ridge * size).maximum(_LEAST_SHIFT / ridge * shift)
     if is_dual:
-        values = design.mT @ _solve_shifted(gram, wanted, shift)
+        size = usual_column(design) if relative_to == "columns" else None
+        values = design.mT @ _solve_shifted(gram, wanted, _ridge_shift(gram, ridge, size))
     else:
-        values = _solve_shifted(gram, design.mT @ wanted, shift)
+        size = usual_diagonal(gram) if relative_to == "columns" else None
+        values = _solve_shifted(gram, design.mT @ wanted, _ridge_shift(gram, ridge, size))
     return values.to(targets.dtype)
+
+
+def fit_in_chunks(
+    scores_of: Callable[[slice], Float[Tensor, "heads rows slots"]],
+    chunks: Sequence[slice],
+    log_mass: Float[Tensor, "heads queries"],
+    weights: Float[Tensor, "heads queries"],
+    outputs: Float[Tensor, "heads queries value_dim"],
+    slot_values: Float[Tensor, "heads slots value_dim"],
+    *,
+    bounds: tuple[float, float] | None,
+    pull: float,
+    ridge: float,
+) -> tuple[Float[Tensor, "heads slots"], Float[Tensor, "heads slots value_dim"]]:
+    """``fit_log_bias`` with a pull and then ``fit_values``, relative to the columns, without a
+    tensor of all queries x slots.
+
+    Both read the queries through sums of products alone, to which every chunk adds its own. All
+    queries see all slots, and there are at least as many queries as slots.
+
+    Args:
+        scores_of: makes the scores of some queries, in memory that may be written to.
+        chunks: of all queries.
+        log_mass: of each query on the whole prefix, nats.
+        weights: factor on the error of each query.
+        outputs: attention outputs of the whole prefix, times the weights.
+        slot_values: towards which the values are pulled.
+        bounds: of the log-bias; None: it is 0.
+        pull, ridge: of log-bias and values.
+    """
+
+    def designs() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in chunks:
+            of_rows = weights[:, rows].unsqueeze(-1)
+            scores = scores_of(rows).sub_(log_mass[:, rows].unsqueeze(-1))
+            yield scores.exp_().mul_(of_rows), of_rows
+
+    def attentions() -> Iterator[tuple[Tensor, Tensor]]:
+        for rows in chunks:
+            scores = scores_of(rows).add_(bias.unsqueeze(1))
+            attention = torch.softmax(scores, -1, out=scores).mul_(weights[:, rows].unsqueeze(-1))
+            yield attention, outputs[:, rows] - attention @ slot_values
+
+    bias = torch.zeros_like(slot_values[..., 0])
+    if bounds is not None:
+        gram, mass = _sum_of_products(designs())
+        low, high = map(math.exp, bounds)
+        bias = _solve_pulled(gram, mass.squeeze(-1), (low, high), pull, usual_diagonal(gram)).log()
+    gram, right = _sum_of_products(attentions())
+    shift = _ridge_shift(gram, ridge, usual_diagonal(gram))
+    return bias, slot_values + _solve_shifted(gram, right, shift)
+
+
+def _sum_of_products(chunks: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+    """A^T A and A^T B, where rows of A and B come in chunks."""
+    gram = right = torch.zeros(())
+    for number, (design, targets) in enumerate(chunks):
+        of_rows = products_of_columns(design)
+        gram = gram.add_(of_rows) if number else of_rows
+        right = right + design.mT @ targets
+    return gram, right
+
+
+def _ridge_shift(
+    gram: Float[Tensor, "*heads rows rows"], ridge: float, size: Float[Tensor, "*heads"] | None
+) -> Float[Tensor, "*heads"]:
+    """What a ridge adds to the diagonal: relative to a size, or to the spectral norm."""
+    shift = ridge * largest_eigenvalue(gram)
+    return shift if size is None else (ridge * size).maximum(_LEAST_SHIFT / ridge * shift)
 
 
 def least_squares(
@@ -139,14 +208,47 @@ def least_squares(
 ) -> Float[Tensor, "*heads slots columns"]:
     """The X of smallest norm among those that minimise |design X - targets|^2, without any ridge.
 
-    Singular values below the rounding of float64 count as 0. Solved in float64 by LAPACK's gelsd on
-    the CPU, whatever the device: the other drivers of torch need a design of full rank, and GPUs
-    have no other driver than those.
+    Singular values below the rounding of float64 count as 0. Solved in float64, on a GPU there
+    (``least_squares_by_qr``), else by LAPACK's gelsd on the CPU: the other drivers of torch need a
+    design of full rank.
     """
-    solution = torch.linalg.lstsq(
-        design.double().cpu(), targets.double().cpu(), driver="gelsd"
-    ).solution
+    if design.is_cuda:
+        solution = least_squares_by_qr(design.double(), targets.double())
+    else:
+        solution = torch.linalg.lstsq(
+            design.double().cpu(), targets.double().cpu(), driver="gelsd"
+        ).solution
     return solution.to(targets)
+
+
+def least_squares_by_qr(
+    design: Float[Tensor, "*heads queries slots"], targets: Float[Tensor, "*heads queries columns"]
+) -> Float[Tensor, "*heads slots columns"]:
+    """``least_squares`` of all heads at once, by operations that run on any device.
+
+    From the QR factors of the design, or of its transpose if it has more slots than queries. Where
+    the triangle may be singular, its singular values are computed, which are those of the design.
+    """
+    num_queries, num_slots = design.shape[-2:]
+    is_wide = num_queries < num_slots
+    basis, upper = torch.linalg.qr(design.mT if is_wide else design)
+    # the design is basis @ triangle, or triangle @ basis.mT
+    triangle = upper.mT if is_wide else upper
+    right = targets if is_wide else basis.mT @ targets
+    identity = torch.eye(upper.shape[-1], dtype=upper.dtype, device=upper.device)
+    inverse = torch.linalg.solve_triangular(upper, identity.expand_as(upper), upper=True)
+    condition = torch.linalg.matrix_norm(upper) * torch.linalg.matrix_norm(inverse)
+    rounding = torch.finfo(design.dtype).eps * max(num_queries, num_slots)
+    solution = torch.linalg.solve_triangular(triangle, right, upper=not is_wide)
+    # true also of NaN, which a zero on the diagonal leads to
+    may_be_singular = ~(condition < _SAFE_CONDITION / rounding)
+    if may_be_singular.any():
+        left, values, right_vectors = torch.linalg.svd(triangle[may_be_singular])
+        is_zero = values <= rounding * values[..., :1]
+        inverse_values = torch.where(is_zero, 0.0, values.reciprocal()).unsqueeze(-1)
+        coordinates = inverse_values * (left.mT @ right[may_be_singular])
+        solution[may_be_singular] = right_vectors.mT @ coordinates
+    return basis @ solution if is_wide else solution
 
 
 def check_ridge(ridge: float | None) -> None:
@@ -206,6 +308,11 @@ def usual_column(design: Float[Tensor, "*heads rows columns"]) -> Float[Tensor, 
     return usual_square(design.square().sum(-2))
 
 
+def usual_diagonal(gram: Float[Tensor, "*heads columns columns"]) -> Float[Tensor, "*heads"]:
+    """``usual_column`` of a design, from A^T A."""
+    return usual_square(gram.diagonal(dim1=-2, dim2=-1))
+
+
 def usual_square(squares: Float[Tensor, "*heads columns"]) -> Float[Tensor, "*heads"]:
     """As ``usual_column``, of the squared lengths of the columns."""
     num_columns = squares.shape[-1]
@@ -233,17 +340,19 @@ def _pulled_weights(
     """Weights in the box that minimise |A w - b|^2 with a pull towards 1."""
     gram = products_of_columns(design)
     target = _times(design.mT, mass)
-    tolerance = _EXACT_TOLERANCE
-    if pull:
-        if relative_to == "columns":
-            size = usual_square(gram.diagonal(dim1=-2, dim2=-1))
-        else:
-            size = largest_eigenvalue(gram)
-        shift = pull * size.unsqueeze(-1)
-        gram.diagonal(dim1=-2, dim2=-1).add_(shift)
-        target = target + shift
-        tolerance = _TOLERANCE
-    return solve_box(gram, target, *box, tolerance=tolerance)
+    if not pull:
+        return solve_box(gram, target, *box, tolerance=_EXACT_TOLERANCE)
+    size = usual_diagonal(gram) if relative_to == "columns" else largest_eigenvalue(gram)
+    return _solve_pulled(gram, target, box, pull, size)
+
+
+def _solve_pulled(
+    gram: Tensor, target: Tensor, box: tuple[float, float], pull: float, size: Tensor
+) -> Tensor:
+    """Weights in the box, from A^T A and A^T b, with a pull towards 1 relative to a size."""
+    shift = pull * size.unsqueeze(-1)
+    gram.diagonal(dim1=-2, dim2=-1).add_(shift)
+    return solve_box(gram, target + shift, *box, tolerance=_TOLERANCE)
 
 
 def _projected_steps(

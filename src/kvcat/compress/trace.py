@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -86,7 +87,8 @@ class LayerTrace:
         queries: those to which compressors are fitted, after rotation: from ``supervision_start``
             on, or with "self" those of the prefix.
         suffix_keys: of the tokens after the prefix.
-        prefix_queries: after rotation, at ``Trace.prefix_positions``.
+        prefix_queries: after rotation, at ``Trace.prefix_positions``; in 8 bits while a trace in
+            parts is made.
         scale: the factor on q.k.
         stream: the squared norm of the residual stream at the layer's input, as the median over
             tokens, comparable with the output of the attention (``Capture``).
@@ -96,7 +98,7 @@ class LayerTrace:
     slots: CompactLayer
     queries: Float[Tensor, "batch heads queries head_dim"]
     suffix_keys: Float[Tensor, "batch kv_heads suffix head_dim"]
-    prefix_queries: Float[Tensor, "batch heads sampled head_dim"]
+    prefix_queries: Any  # Float[Tensor, "batch heads sampled head_dim"], or Rounded
     scale: float
     stream: Float[Tensor, " batch"]
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from types import NoneType
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 import torch
 from torch.nn.functional import pad
@@ -31,6 +31,7 @@ from kvcat.compress.trace import (
 from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
 from kvcat.memory import CHUNK_TOKENS, return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
+from kvcat.models.rounded import Rounded
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
@@ -97,6 +98,7 @@ def read(
     *,
     past: CompactCache | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    rounded: bool = False,
 ) -> Trace:
     """The trace of a forward pass; arguments were checked.
 
@@ -106,6 +108,7 @@ def read(
         layers: of ``split_layers``.
         prefix_positions: of the prefix, whose queries are kept.
         past, chunk_tokens: as in ``trace``.
+        rounded: whether queries are kept in 8 bits; without a suffix alone.
     """
     whole, compressed = layers
     prefix_len = text.prefix_len
@@ -145,6 +148,7 @@ def read(
             chunk_tokens=chunk_tokens,
             rope=text.rope,
             layers=compressed,
+            rounded=rounded,
         )
     _check_finite(model, captured)
     traced_layers = _layer_traces(
@@ -225,12 +229,17 @@ def _layer_traces(
     for index, number in enumerate(numbers):
         keys = captured.keys.pop(0)
         values = captured.values.pop(0)
-        queries = captured.queries.pop(0)
+        queries: Any = captured.queries.pop(0)
         num_slots = keys.shape[2] - num_later
         bias = past_bias[index]
         if bias is not None:  # 0 after the cache
             bias = pad(bias, (0, num_slots - bias.shape[2]))
-        prefix_queries = _first(queries, num_prefix_queries).contiguous()
+        if isinstance(queries, Rounded):  # of a prefix without a suffix
+            prefix_queries: Any = queries
+            supervising = queries[:, :, :0].numbers()
+        else:
+            prefix_queries = _first(queries, num_prefix_queries).contiguous()
+            supervising = queries[:, :, num_prefix_queries:].clone()
         slots = CompactLayer(_first(keys, num_slots), _first(values, num_slots), bias)
         if not continues:
             positions = torch.arange(num_slots, device=keys.device).expand(*keys.shape[:2], -1)
@@ -238,7 +247,7 @@ def _layer_traces(
         layer = LayerTrace(
             number=number,
             slots=slots,
-            queries=prefix_queries if reads_itself else queries[:, :, num_prefix_queries:].clone(),
+            queries=prefix_queries if reads_itself else supervising,
             suffix_keys=keys[:, :, num_slots:].clone(),
             prefix_queries=prefix_queries,
             scale=captured.scales[index],

@@ -7,9 +7,10 @@ from typing import Any
 import pandas as pd
 
 from kvcat.evals.ability import below_chance_in
-from kvcat.evals.registry import all_metrics
+from kvcat.evals.registry import all_metrics, find_evaluation
 from kvcat.stats.records import Record
 from kvcat.stats.samples import record_table, samples_by_cell
+from kvcat.stats.steps import steps_to_level
 from kvcat.stats.summary import (
     COMPARISON,
     comparison_pairs,
@@ -30,6 +31,7 @@ class Analysis:
     summary: pd.DataFrame = field(repr=False)  # the table of ``summarise``
     pairs: list[tuple[str, str]]  # (model, reference) that are compared
     comparisons: pd.DataFrame = field(repr=False)  # the tables of ``compare_models``, by pair
+    steps: pd.DataFrame = field(repr=False)  # the table of ``steps_to_level``
     below_chance: dict[str, str]  # reason by model (``models_below_chance``)
 
 
@@ -60,8 +62,10 @@ def analyse(
     comparisons = pd.DataFrame(columns=list(COMPARISON))
     if frames:
         comparisons = pd.concat(frames, ignore_index=True)
+    facts = find_evaluation(config["evaluation"]).facts
+    steps = steps_to_level(samples, pairs, facts.step_metrics or (facts.deciding,))
     reasons = {}
     for label, reason in below_chance_in(table).items():
         model, _, _ = label.partition("@")
         reasons[model] = reason
-    return Analysis(models, summary, pairs, comparisons, reasons)
+    return Analysis(models, summary, pairs, comparisons, steps, reasons)

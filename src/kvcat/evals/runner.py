@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -28,6 +29,7 @@ from kvcat.evals.task import (
     check_keep_ratios,
     manifest,
 )
+from kvcat.precision import tf32_facts, tf32_products
 from kvcat.provenance import provenance
 from kvcat.stats.records import Record
 
@@ -98,7 +100,8 @@ def evaluate(
     method with snapshots has one record per snapshot. After a kill, the same call computes the
     missing records and returns the same result. The costs of each method on its first batch are
     written to ``costs.jsonl``, the versions and hardware that computed records to
-    ``provenance.jsonl``.
+    ``provenance.jsonl``. On a GPU, passes of a float32 model are computed in TF32
+    (``tf32_products``).
 
     Args:
         task: examples, and how they are scored.
@@ -196,7 +199,9 @@ class Plan:
             # a call that computes nothing is not among the sources of the records
             is_complete = all(run.has_scored(batch) for run in runs for batch in batches)
             if not is_complete:
-                folder.append_event({"event": "start", **provenance()})
+                precisions = [tf32_facts(next(run.model.parameters())) for run in runs]
+                facts = {**provenance(), **max(precisions, key=len)}
+                folder.append_event({"event": "start", **facts})
             for run in runs:
                 for batch in batches:
                     run.score_missing(batch)
@@ -219,11 +224,14 @@ class _Run:
     speed: bool
     fingerprint: str = field(init=False)
     dtype: str = field(init=False)
+    device: torch.device = field(init=False)
     measured: list[_Job] = field(default_factory=list, init=False)  # jobs whose costs are known
 
     def __post_init__(self) -> None:
         self.fingerprint = fingerprint(self.model)
-        self.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        parameter = next(self.model.parameters())
+        self.dtype = str(parameter.dtype).removeprefix("torch.")
+        self.device = parameter.device
 
     def has_scored(self, batch: _Batch) -> bool:
         """Whether the folder has all records of a batch."""
@@ -289,16 +297,26 @@ class _Run:
         """Scores for each keep ratio; on a job's first batch, each keep ratio is also measured."""
         compressor = job.compressor
         if compressor is None:
-            yield [(None, prepared.baseline(Baseline(job.name, keep_ratios[0])))]
-        elif job in self.measured:
-            for snapshots in compressor.each_snapshots(prepared.trace, keep_ratios):
-                yield [(step, prepared.score(cache)) for step, cache in snapshots]
+            with tf32_products(self.device):
+                values = prepared.baseline(Baseline(job.name, keep_ratios[0]))
+            yield [(None, values)]
+            return
+        with tf32_products(self.device):  # it is made when it is first asked for
+            trace = prepared.trace
+        if job in self.measured:
+            for snapshots in compressor.each_snapshots(trace, keep_ratios):
+                yield [(step, self._score(prepared, cache)) for step, cache in snapshots]
         else:
             if not self.measured:  # the first run in a process is slower
-                next(compressor.snapshots(prepared.trace, keep_ratio=keep_ratios[0]))
+                next(compressor.snapshots(trace, keep_ratio=keep_ratios[0]))
             self.measured.append(job)
             for keep_ratio in keep_ratios:
                 yield self._measured_scores(job, compressor, keep_ratio, prepared)
+
+    def _score(self, prepared: Prepared, cache: CompactCache) -> list[Values]:
+        """The values of each example; the methods themselves compute without TF32."""
+        with tf32_products(self.device):
+            return prepared.score(cache)
 
     def _measured_scores(
         self, job: _Job, compressor: Compressor, keep_ratio: float, prepared: Prepared
@@ -307,7 +325,9 @@ class _Run:
         trace = prepared.trace
 
         def use(cache: CompactCache) -> tuple[list[Values], dict[str, float]]:
-            return prepared.score(cache), answer_speed(trace, cache) if self.speed else {}
+            values = self._score(prepared, cache)
+            with tf32_products(self.device):
+                return values, answer_speed(trace, cache) if self.speed else {}
 
         measured = measure(
             lambda: compressor.snapshots(trace, keep_ratio=keep_ratio),

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from kvcat.errors import InputError
 from kvcat.losses.head import OutputHead
 from kvcat.losses.logits import Gradients, LogitChunks, PassInputs, positions_per_chunk
+from kvcat.memory import DEVICE_ELEMENTS
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 
@@ -49,6 +50,7 @@ def chunked_objective(
     anchor_weight: float = 1.0,
     chunk_tokens: int | None = None,
     block_tokens: int | None = None,
+    compiled: bool = False,
 ) -> ChunkedLosses:
     """lambda_mask KL(sg dense || masked) + lambda_anchor NLL(dense), means over all positions.
 
@@ -73,9 +75,11 @@ def chunked_objective(
         masked_hidden: the same for the masked pass; None for the control, whose total has no KL.
         targets: the token that each position predicts.
         mask_weight, anchor_weight: lambda_mask and lambda_anchor, >= 0.
-        chunk_tokens: positions per chunk, at least 1; None: 1,024, or as many as have 2^26 logits.
+        chunk_tokens: positions per chunk, at least 1; None: as many as have 2^28 logits, on a CPU
+            1,024 or as many as have 2^26.
         block_tokens: positions of a chunk that are in float32 at once, at least 1; None: as many as
             stay in a CPU's cache.
+        compiled: compile the work on a block of positions with torch.compile.
 
     Raises:
         InputError: no position, chunk_tokens or block_tokens below 1, a sharded W.
@@ -89,7 +93,7 @@ def chunked_objective(
         dense_hidden.flatten(0, -2),
         masked,
         targets.flatten(),
-        _Options(anchor_weight, mask_weight, chunk_tokens, block_tokens),
+        _Options(anchor_weight, mask_weight, chunk_tokens, block_tokens, compiled),
     )
     dense_loss, masked_loss, kl, top1 = means.unbind()
     if masked is None:
@@ -123,7 +127,7 @@ def chunked_kl(
     """Mean of KL(sg teacher || student) over all positions, nats, of two models with a head each.
 
     The logits are made chunk by chunk, and once more in the backward pass. ``chunk_tokens`` are the
-    positions of a chunk; None: 1,024, or as many as have 2^26 logits.
+    positions of a chunk; None: as many as have 2^26 logits, on a CPU at most 1,024.
 
     References: KV-CAT, footnote on distillation from a frozen base model.
     """
@@ -140,7 +144,8 @@ def chunked_kl(
 
     teachers = teacher_hidden.detach().flatten(0, -2)
     students = hidden.flatten(0, -2)
-    chunk = chunk_tokens or positions_per_chunk(head)
+    # autograd keeps several float32 tensors of a chunk
+    chunk = chunk_tokens or positions_per_chunk(head, DEVICE_ELEMENTS)
     sums: list[Any] = [
         # nothing of vocabulary size outlives its chunk; the backward pass makes it again
         checkpoint(sum_of_chunk, teacher, student, use_reentrant=False)
@@ -157,6 +162,7 @@ class _Options:
     mask_weight: float = 1.0
     chunk_tokens: int | None = None
     block_tokens: int | None = None
+    compiled: bool = False
 
 
 def _apply(

@@ -2,20 +2,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn import functional
 
 from kvcat.errors import check_least
 from kvcat.losses.head import OutputHead
-from kvcat.memory import CPU_CACHE_ELEMENTS, DEVICE_ELEMENTS, rows_per_chunk
+from kvcat.memory import CPU_CACHE_ELEMENTS, LOGIT_ELEMENTS, rows_per_chunk
 from kvcat.types import Float, Int, Tensor
 
-_CHUNK_TOKENS = 1024
-_CHUNK_ELEMENTS = DEVICE_ELEMENTS  # logits of one pass
+_CHUNK_TOKENS_CPU = 1024
+_CHUNK_ELEMENTS_CPU = 2**26  # logits of one pass
 _BLOCK_ELEMENTS_CPU = CPU_CACHE_ELEMENTS  # float32 copies of logits
 _BLOCK_ELEMENTS_DEVICE = 2**24
+_BLOCK_ELEMENTS_COMPILED = 2**26  # with few copies: gradients before they overwrite the logits
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,6 +86,16 @@ class _ChunkPass(NamedTuple):
     logits: Float[Tensor, "chunk vocab"]
 
 
+class _Block(NamedTuple):
+    """What the values and gradients of a block of logits depend on, except the logits."""
+
+    scale: float
+    softcap: float | None
+    dense_learns: bool
+    masked_learns: bool
+    wide: torch.dtype
+
+
 class _LogProbs(NamedTuple):
     """Log-probabilities of a block of positions, and the soft-cap's derivative if there is one."""
 
@@ -91,14 +103,18 @@ class _LogProbs(NamedTuple):
     slope: Float[Tensor, "block vocab"] | None
 
 
-def positions_per_chunk(head: OutputHead) -> int:
-    """Positions whose logits exist at once: 1,024, or as many as have 2^26 logits.
+def positions_per_chunk(head: OutputHead, device_elements: int = LOGIT_ELEMENTS) -> int:
+    """Positions whose logits exist at once: as many as have 2^28 logits (``device_elements``), on a
+    CPU 1,024 or as many as have 2^26.
 
     Each chunk adds to the whole gradient of W once, so fewer chunks move less memory.
     """
     vocab_size = len(head.weight)
-    rows = rows_per_chunk(vocab_size, head.weight.device, cpu_elements=_CHUNK_ELEMENTS)
-    return min(_CHUNK_TOKENS, rows)
+    device = head.weight.device
+    rows = rows_per_chunk(
+        vocab_size, device, cpu_elements=_CHUNK_ELEMENTS_CPU, device_elements=device_elements
+    )
+    return min(_CHUNK_TOKENS_CPU, rows) if device.type == "cpu" else rows
 
 
 class LogitChunks:
@@ -124,7 +140,10 @@ class LogitChunks:
         gradients: tensors that gradients are added to; None: no gradients are computed.
         anchor_weight, mask_weight: lambda_anchor and lambda_mask.
         chunk_tokens: positions of a chunk, at least 1; None: ``positions_per_chunk``.
-        block_tokens: positions of a block, at least 1; None: as many as stay in a CPU's cache.
+        block_tokens: positions of a block, at least 1; None: as many as stay in a CPU's cache, or
+            as many as have 2^26 logits if blocks are compiled.
+        compiled: compile the work on a block with torch.compile. It then reads logits and writes
+            gradients in a few passes, without copies in float32.
     """
 
     def __init__(
@@ -138,6 +157,7 @@ class LogitChunks:
         mask_weight: float = 1.0,
         chunk_tokens: int | None = None,
         block_tokens: int | None = None,
+        compiled: bool = False,
     ):
         check_least(1, chunk_tokens=1 if chunk_tokens is None else chunk_tokens)
         check_least(1, block_tokens=1 if block_tokens is None else block_tokens)
@@ -159,11 +179,15 @@ class LogitChunks:
         self.wide = torch.promote_types(self.dtype, torch.float32)
         self.num_positions = len(inputs.dense)
         self.chunk = chunk_tokens or positions_per_chunk(head)
+        on_cpu, on_device = _BLOCK_ELEMENTS_CPU, _BLOCK_ELEMENTS_DEVICE
+        if compiled:
+            on_cpu = on_device = _BLOCK_ELEMENTS_COMPILED
         self.block = block_tokens or rows_per_chunk(
-            len(self.weight),
-            self.weight.device,
-            cpu_elements=_BLOCK_ELEMENTS_CPU,
-            device_elements=_BLOCK_ELEMENTS_DEVICE,
+            len(self.weight), self.weight.device, cpu_elements=on_cpu, device_elements=on_device
+        )
+        self.score_block = _compiled_block() if compiled else _score_block
+        self.of_block = _Block(
+            head.scale, head.softcap, self.dense_learns, self.masked_learns, self.wide
         )
 
     def run(self) -> PositionValues:
@@ -186,7 +210,10 @@ class LogitChunks:
             positions = slice(start, min(start + self.block, chunk.stop))
             block = slice(start - chunk.start, positions.stop - chunk.start)
             masked_logits = None if masked is None else masked.logits[block]
-            self._score_block(positions, dense.logits[block], masked_logits, values)
+            targets = None if self.targets is None else self.targets[positions, None]
+            scores = self.score_block(dense.logits[block], masked_logits, targets, self.of_block)
+            for name, score in scores.items():
+                getattr(values, name)[positions] = score
         # 3. gradients by the inputs
         if self.dense_learns:
             self._add_gradients(dense, self.gradients.dense, chunk, self.anchor_weight)
@@ -196,58 +223,6 @@ class LogitChunks:
     def _project(self, hidden: Float[Tensor, "chunk hidden"]) -> _ChunkPass:
         hidden = hidden.to(self.dtype)
         return _ChunkPass(hidden, functional.linear(hidden, self.weight, self.bias))
-
-    def _score_block(
-        self,
-        positions: slice,
-        dense_logits: Float[Tensor, "block vocab"],
-        masked_logits: Float[Tensor, "block vocab"] | None,
-        values: PositionValues,
-    ) -> None:
-        """Write the values of a block of positions, and gradients over its logits.
-
-        Tensors are reused: the fewer of vocabulary size exist, the longer blocks may be.
-        """
-        targets = None if self.targets is None else self.targets[positions, None]  # (block, 1)
-        log_dense = self._log_probs(dense_logits)
-        if targets is not None:
-            values.dense_nll[positions] = -log_dense.values.gather(-1, targets).squeeze(-1)
-        if masked_logits is None:
-            dense_probs = log_dense.values.exp_()
-        else:
-            log_masked = self._log_probs(masked_logits)
-            # not in place: log p is needed once more, for the KL
-            dense_probs = log_dense.values.exp()
-            if targets is not None:
-                values.masked_nll[positions] = -log_masked.values.gather(-1, targets).squeeze(-1)
-            same = log_dense.values.argmax(-1) == log_masked.values.argmax(-1)
-            values.top1[positions] = same.to(self.wide)
-            # KL = sum_v p_v (log p_v - log s_v), over log p, which is not needed any more
-            differences = log_dense.values.sub_(log_masked.values)
-            values.kl[positions] = differences.mul_(dense_probs).sum(-1)
-            if self.masked_learns:
-                # dL/dz_masked without its factor: s - p
-                by_masked = log_masked.values.exp_().sub_(dense_probs)
-                _overwrite(masked_logits, by_masked, log_masked.slope)
-        if self.dense_learns and targets is not None:
-            minus_one = dense_probs.new_full(targets.shape, -1.0)
-            # dL/dz_dense without its factor: p - onehot(y)
-            by_dense = dense_probs.scatter_add_(-1, targets, minus_one)
-            _overwrite(dense_logits, by_dense, log_dense.slope)
-
-    def _log_probs(self, logits: Float[Tensor, "block vocab"]) -> _LogProbs:
-        """Log-probabilities from the head's product, before scale and soft-cap."""
-        wide = logits.to(self.wide, copy=True)
-        if self.head.scale != 1:
-            wide.mul_(self.head.scale)
-        slope = None
-        if self.head.softcap is not None:
-            wide.div_(self.head.softcap).tanh_()
-            if self.dense_learns or self.masked_learns:
-                # d/dz of c tanh(z / c) is 1 - tanh^2(z / c)
-                slope = wide.square().neg_().add_(1)
-            wide.mul_(self.head.softcap)
-        return _LogProbs(wide.log_softmax(-1), slope)
 
     def _add_gradients(
         self,
@@ -272,6 +247,75 @@ class LogitChunks:
             by_weight.add_(by_logits.t() @ hidden, alpha=factor)
         if by_bias is not None:
             by_bias.add_(by_logits.sum(0, dtype=by_bias.dtype), alpha=factor)
+
+
+def _score_block(
+    dense_logits: Float[Tensor, "block vocab"],
+    masked_logits: Float[Tensor, "block vocab"] | None,
+    targets: Int[Tensor, "block 1"] | None,
+    block: _Block,
+) -> dict[str, Float[Tensor, " block"]]:
+    """``PositionValues`` of a block of positions by name; logits are overwritten by gradients.
+
+    Tensors are reused: the fewer of vocabulary size exist, the longer blocks may be.
+    """
+    values: dict[str, Tensor] = {}
+    log_dense = _log_probs(dense_logits, block)
+    if targets is not None:
+        values["dense_nll"] = -log_dense.values.gather(-1, targets).squeeze(-1)
+    if masked_logits is None:
+        dense_probs = log_dense.values.exp_()
+    else:
+        log_masked = _log_probs(masked_logits, block)
+        # not in place: log p is needed once more, for the KL
+        dense_probs = log_dense.values.exp()
+        if targets is not None:
+            values["masked_nll"] = -log_masked.values.gather(-1, targets).squeeze(-1)
+        same = log_dense.values.argmax(-1) == log_masked.values.argmax(-1)
+        values["top1"] = same.to(block.wide)
+        # KL = sum_v p_v (log p_v - log s_v), over log p, which is not needed any more
+        differences = log_dense.values.sub_(log_masked.values)
+        values["kl"] = differences.mul_(dense_probs).sum(-1)
+        if block.masked_learns:
+            # dL/dz_masked without its factor: s - p
+            by_masked = log_masked.values.exp_().sub_(dense_probs)
+            _overwrite(masked_logits, by_masked, log_masked.slope)
+    if block.dense_learns and targets is not None:
+        # dL/dz_dense without its factor: p - onehot(y)
+        _overwrite(dense_logits, _minus_one_hot(dense_probs, targets), log_dense.slope)
+    return values
+
+
+@cache
+def _compiled_block() -> Any:
+    """``_score_block``, compiled when it is first called."""
+    return torch.compile(_score_block)
+
+
+def _log_probs(logits: Float[Tensor, "block vocab"], block: _Block) -> _LogProbs:
+    """Log-probabilities from the head's product, before scale and soft-cap."""
+    wide = logits.to(block.wide, copy=True)
+    if block.scale != 1:
+        wide.mul_(block.scale)
+    slope = None
+    if block.softcap is not None:
+        wide.div_(block.softcap).tanh_()
+        if block.dense_learns or block.masked_learns:
+            # d/dz of c tanh(z / c) is 1 - tanh^2(z / c)
+            slope = wide.square().neg_().add_(1)
+        wide.mul_(block.softcap)
+    return _LogProbs(wide.log_softmax(-1), slope)
+
+
+def _minus_one_hot(
+    probs: Float[Tensor, "block vocab"], targets: Int[Tensor, "block 1"]
+) -> Float[Tensor, "block vocab"]:
+    """Probabilities, less 1 at the targets; the result may overwrite them."""
+    if torch.compiler.is_compiling():
+        # part of the pass that writes the gradient; a scatter would need the probabilities first
+        tokens = torch.arange(probs.shape[-1], device=probs.device)
+        return probs - (tokens == targets).to(probs.dtype)
+    return probs.scatter_add_(-1, targets, probs.new_full(targets.shape, -1.0))
 
 
 def _overwrite(

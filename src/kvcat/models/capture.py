@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 from tqdm import tqdm
 from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from kvcat.attention import enable, exclusive
 from kvcat.cache import (
@@ -28,6 +29,7 @@ from kvcat.cache import (
 )
 from kvcat.errors import InputError, check_least
 from kvcat.memory import CHUNK_TOKENS
+from kvcat.models.rounded import Rounded
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -39,7 +41,7 @@ class Capture:
     Args:
         keys: per layer, after rotation; after a compact cache its slots come first.
         values: per layer, likewise.
-        queries: per layer, after rotation, of ``query_positions``.
+        queries: per layer, after rotation, of ``query_positions``; rounded if that was asked for.
         hidden: input of the head (``logits_from_hidden`` makes logits of it), from
             ``hidden_start`` on.
         scales: per layer, the factor on q.k.
@@ -50,7 +52,7 @@ class Capture:
 
     keys: list[Float[Tensor, "batch _ _ _"]]
     values: list[Float[Tensor, "batch _ _ _"]]
-    queries: list[Float[Tensor, "batch _ queries _"]]
+    queries: list[Any]  # Float[Tensor, "batch heads queries head_dim"], or Rounded
     hidden: Float[Tensor, "batch tokens hidden"]
     scales: list[float]
     stream: list[Float[Tensor, " batch"]]
@@ -68,6 +70,7 @@ def capture(
     rope: Factors | None = None,
     layers: Sequence[int] | None = None,
     first_slot: int = 0,
+    rounded: bool = False,
 ) -> Capture:
     """The keys, values, queries and hidden states of a dense forward.
 
@@ -91,6 +94,8 @@ def capture(
             have these layers in this order.
         first_slot: first slot of every layer whose key and value are captured, those of ``past``
             included, from the end if negative; the others are in no result.
+        rounded: whether queries are kept in 8 bits, rounded as soon as a layer has made them. Then
+            what is kept of all layers lies in a few blocks of memory, which are freed together.
 
     Raises:
         InputError: ``torch.autocast`` is on, or an argument is not valid.
@@ -109,10 +114,14 @@ def capture(
         rope = rope_factors(model.config, past_tokens + num_tokens)
     modules = decoder_layers(model)
     numbers = list(range(len(modules)) if layers is None else layers)
+    blocks = _Blocks(len(numbers))
     if num_tokens > chunk_tokens and past is None:
         # a cache of the configuration has recurrent states, and cuts sliding windows
         is_whole = len(numbers) == len(modules)
         past = DynamicCache() if is_whole else DynamicCache(config=model.config)
+        if is_whole and rounded:
+            rooms: list[Any] = [_Room(blocks, num_tokens) for _ in modules]
+            past = Cache(layers=rooms)
     num_chunks = -(-num_tokens // chunk_tokens)
     total = len(modules) * num_chunks
     hidden = []
@@ -124,7 +133,14 @@ def capture(
         bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
         stack.enter_context(bar)
         recording = _Recording(
-            type(model).__name__, numbers, query_positions.cpu(), bar, first_slot
+            type(model).__name__,
+            numbers,
+            query_positions.cpu(),
+            bar,
+            first_slot,
+            num_tokens,
+            rounded=rounded,
+            blocks=blocks,
         )
         for number, layer in enumerate(modules):
             hook = partial(recording.measure, number=number)
@@ -142,6 +158,70 @@ def capture(
     return recording.result(hidden)
 
 
+class _Blocks:
+    """Memory for tensors of all layers that stay, allocated at once on a CPU.
+
+    One by one they would lie between the activations of a forward pass, and the C library keeps the
+    holes that these leave: two to three times what stays.
+
+    Args:
+        num_layers: of which each asks once for a tensor of each kind.
+    """
+
+    def __init__(self, num_layers: int) -> None:
+        self.num_layers = num_layers
+        self.free: dict[tuple[Any, ...], list[Tensor]] = {}
+
+    def empty(self, kind: str, shape: Sequence[int], like: Tensor) -> Tensor:
+        """An uninitialised tensor of a kind, with the type and device of another."""
+        if like.device.type != "cpu":
+            return like.new_empty(*shape)
+        key = (kind, *shape)  # layers may differ; pages that nobody writes to take no memory
+        if not self.free.get(key):
+            self.free[key] = list(like.new_empty(self.num_layers, *shape))
+        return self.free[key].pop()
+
+    def copy(self, kind: str, states: Tensor) -> Tensor:
+        """A copy of a tensor."""
+        return self.empty(kind, states.shape, states).copy_(states)
+
+
+class _Room(DynamicLayer):
+    """The keys and values of a layer in a block, with room for a text of known length.
+
+    Args:
+        blocks: of all layers.
+        num_tokens: of the text.
+    """
+
+    def __init__(self, blocks: _Blocks, num_tokens: int) -> None:
+        super().__init__()
+        self.blocks = blocks
+        self.num_tokens = num_tokens
+        self.num_held = 0
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *_args: Any, **_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Hold the next tokens; the result are the keys and values of all so far."""
+        if not self.is_initialized:
+            self.dtype, self.device = key_states.dtype, key_states.device
+            self.all_keys, self.all_values = (
+                self.blocks.empty(
+                    kind, (*states.shape[:2], self.num_tokens, states.shape[3]), states
+                )
+                for kind, states in (("keys", key_states), ("values", value_states))
+            )
+            self.is_initialized = True
+        start = self.num_held
+        self.num_held += key_states.shape[2]
+        self.all_keys[:, :, start : self.num_held] = key_states
+        self.all_values[:, :, start : self.num_held] = value_states
+        self.keys = self.all_keys[:, :, : self.num_held]
+        self.values = self.all_values[:, :, : self.num_held]
+        return self.keys, self.values
+
+
 class _Recording:
     """Collects what the layers of a model compute, chunk after chunk.
 
@@ -151,6 +231,9 @@ class _Recording:
         query_positions: tokens whose queries are kept, ascending, on the CPU.
         bar: advances by one for each layer of each chunk.
         first_slot: as in ``capture``.
+        num_tokens: of the text.
+        rounded: as in ``capture``.
+        blocks: for what is kept.
     """
 
     def __init__(
@@ -160,19 +243,30 @@ class _Recording:
         query_positions: Int[Tensor, " kept"],
         bar: Any,
         first_slot: int,
+        num_tokens: int,
+        *,
+        rounded: bool,
+        blocks: _Blocks,
     ):
         self.model_class = model_class
         self.numbers = numbers
         self.query_positions = query_positions
         self.bar = bar
         self.first_slot = first_slot
+        self.num_tokens = num_tokens
+        self.is_rounded = rounded
+        self.blocks = blocks
+        self.chunk = slice(0, num_tokens)
         # positions in this chunk whose queries are kept
         self.chunk_positions = query_positions
         # keys and values of the whole text so far, and the factor on q.k, by layer
         self.latest: dict[int, tuple[Tensor, Tensor, float]] = {}
         # per layer, one tensor for each chunk
         self.queries: dict[int, list[Tensor]] = {number: [] for number in numbers}
-        self.norms: dict[int, list[Tensor]] = {number: [] for number in numbers}
+        self.rounded: dict[int, Rounded] = {}
+        self.num_rounded = 0  # queries of the chunks before this one
+        # of every token; a small tensor for each chunk would leave holes as well
+        self.norms: dict[int, Tensor] = {}
         # squared norm after a norm that follows the attention, relative to that before it
         self.enlargements: dict[int, list[Tensor]] = {number: [] for number in numbers}
         self.attention_output: Tensor | None = None
@@ -187,9 +281,11 @@ class _Recording:
 
     def begin_chunk(self, chunk: Int[Tensor, "batch tokens"], start: int) -> None:
         """Choose the queries to keep of a chunk whose first token has the position ``start``."""
+        self.chunk = slice(start, start + chunk.shape[1])
         positions = self.query_positions
         in_chunk = (positions >= start) & (positions < start + chunk.shape[1])
         self.chunk_positions = positions[in_chunk].to(chunk.device) - start
+        self.num_rounded = int((positions < start).sum())
 
     def record(
         self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, scale: float
@@ -199,11 +295,32 @@ class _Recording:
             return
         positions = self.chunk_positions
         is_all = len(positions) == queries.shape[2]
-        self.queries[layer].append(queries if is_all else queries[:, :, positions])
+        kept = queries if is_all else queries[:, :, positions]
+        if self.is_rounded:
+            self._round(layer, kept)
+        else:
+            self.queries[layer].append(kept)
         if self.first_slot:  # without the memory of the slots before it
-            keys = keys[:, :, self.first_slot :].clone()
-            values = values[:, :, self.first_slot :].clone()
+            keys = keys[:, :, self.first_slot :]
+            values = values[:, :, self.first_slot :]
+            keys = self.blocks.copy("keys", keys)
+            values = self.blocks.copy("values", values)
         self.latest[layer] = (keys, values, scale)
+
+    def _round(self, layer: int, queries: Tensor) -> None:
+        """Keep queries of a layer in 8 bits."""
+        some = Rounded.of(queries)
+        if layer not in self.rounded:
+            num_queries = len(self.query_positions)
+            self.rounded[layer] = Rounded(
+                *(
+                    self.blocks.empty(kind, (*part.shape[:2], num_queries, part.shape[3]), part)
+                    for kind, part in (("queries", some.integers), ("scales", some.scales))
+                )
+            )
+        rows = slice(self.num_rounded, self.num_rounded + queries.shape[2])
+        self.rounded[layer].integers[:, :, rows] = some.integers
+        self.rounded[layer].scales[:, :, rows] = some.scales
 
     def measure(
         self, _layer: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, number: int
@@ -218,8 +335,12 @@ class _Recording:
                 f"{self.model_class} is not supported: its layers get hidden states of shape "
                 f"{shape}, not of batch, tokens and channels"
             )
-        if number in self.norms:
-            self.norms[number].append(states.float().square().sum(-1))
+        if number in self.queries:
+            norms = states.float().square().sum(-1)
+            if number not in self.norms:
+                shape = (len(norms), self.num_tokens)
+                self.norms[number] = self.blocks.empty("norms", shape, norms)
+            self.norms[number][:, self.chunk] = norms
         self.bar.update()
 
     def watch_norm(self, layer: nn.Module, number: int) -> list[RemovableHandle]:
@@ -253,7 +374,7 @@ class _Recording:
 
     def _stream(self, layer: int) -> Float[Tensor, " batch"]:
         """The squared norm of the stream as ``Capture`` has it."""
-        stream = torch.cat(self.norms[layer], dim=1).median(dim=1).values
+        stream = self.norms[layer].median(dim=1).values
         if self.enlargements[layer]:
             stream = stream / torch.cat(self.enlargements[layer], dim=1).median(dim=1).values
         return stream
@@ -275,7 +396,7 @@ class _Recording:
             keys.append(layer_keys)
             values.append(layer_values)
             scales.append(scale)
-            queries.append(_joined(self.queries[layer]))
+            queries.append(self.rounded[layer] if self.is_rounded else _joined(self.queries[layer]))
             # only one layer's queries are in memory twice, as chunks and joined
             self.queries[layer] = []
             stream.append(self._stream(layer))

@@ -13,8 +13,8 @@ from kvcat.types import Float, Tensor
 class RandomPolicy(ExactCount):
     """Scores 1 for an exact count of slots, drawn at random, and 0 for the others.
 
-    Position 0 is always kept. The others are drawn uniformly without replacement, independently for
-    every sequence of a batch.
+    Position 0 is always kept: without it the masked pass has no attention sink. The others are
+    drawn uniformly without replacement, independently for every sequence of a batch.
 
     References: KV-CAT, appendix "Method ablation" (Rand).
     """

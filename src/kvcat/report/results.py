@@ -47,6 +47,7 @@ class Results:
     rows: pd.DataFrame = field(repr=False)  # see ``table_rows``
     averages: pd.DataFrame = field(repr=False)  # see ``average_rows``
     pair_rows: dict[tuple[str, str], pd.DataFrame] = field(repr=False)  # see ``pair_rows``
+    steps: pd.DataFrame = field(repr=False)  # from ``analyse``
     costs: pd.DataFrame = field(repr=False)  # see ``cost_rows``
     events: list[dict[str, Any]] = field(repr=False)  # lines of provenance.jsonl
     paper_note: str  # note if the paper used other data; else empty
@@ -146,6 +147,7 @@ def read_results(
         rows=rows,
         averages=average_rows(rows, facts, paper),
         pair_rows=pair_rows(summary, comparisons, pairs, facts),
+        steps=labelled(analysis.steps, labels),
         costs=labelled(cost_rows(stored.costs), labels),
         events=stored.events,
         paper_note=paper.note,

@@ -32,6 +32,8 @@ def result_tables(results: Results) -> list[Table]:
         strata = [strata_table(results, name) for name in names]
     if results.methods:
         tables = [*differences[:1], overview_table(results)]
+        if len(results.steps):
+            tables.append(steps_table(results))
         tables += [*_quality_tables(results, names), *differences[1:], *strata]
         if _dense_metrics(results):
             tables.append(dense_table(results))
@@ -214,6 +216,27 @@ def overview_table(results: Results) -> Table:
                 lines.append({"method": method, "model": model, **figures})
     caption = f"{metric.heading} ({metric.unit}) by method and share of the slots kept."
     return _table(results, rows, "overview", f"{metric.label} by slots kept", caption, lines)
+
+
+def steps_table(results: Results) -> Table:
+    """The table of the gradient steps that each model needs to reach the level of another."""
+    lines = []
+    for _, row in results.steps.iterrows():
+        line: Line = {"method": row["method"], "keep": keep_label(row["keep_ratio"])}
+        line |= {"model": row["model"], "level of": row["reference"]}
+        line["metric"] = METRICS[row["metric"]].heading
+        for column, heading in (("steps", "steps to it"), ("fewer", "times fewer")):
+            ends = row[f"{column}_low"], row[f"{column}_high"]
+            line[heading] = Figure(row[column], *ends, decimals=1)
+        lines.append(line)
+    caption = "Gradient steps to the other model's level after its last step."
+    notes = (
+        "Linear between the recorded steps; inf: at no recorded step. The intervals are over "
+        "documents, not over training runs.",
+    )
+    rows = results.compressed(results.rows)
+    title = "Gradient steps to the level of another model"
+    return _table(results, rows, "steps", title, caption, lines, notes)
 
 
 def overview_text(results: Results) -> str:

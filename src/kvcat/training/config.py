@@ -86,7 +86,8 @@ class TrainConfig:
     device: str = "cpu"
     # Recompute activations in the backward pass instead of keeping them.
     activation_checkpointing: bool = False
-    compile: bool = False  # Compile each decoder layer with torch.compile.
+    # Compile each decoder layer, and the loss on a GPU, with torch.compile.
+    compile: bool = False
     # Place that records are copied to, in addition to metrics.jsonl.
     monitor: Literal["none", "tensorboard"] = "none"
     log_every: int = 1  # Steps between training records.

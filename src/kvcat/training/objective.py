@@ -78,7 +78,9 @@ class Objective(nn.Module):
         config = self.config
         if self.masked_pass is None:
             hidden = hidden_states(self.model, input_ids=tokens, use_cache=False)
-            losses = chunked_objective(self.head, hidden[:, :-1], None, tokens[:, 1:])
+            losses = chunked_objective(
+                self.head, hidden[:, :-1], None, tokens[:, 1:], compiled=self._compiles_loss
+            )
             return losses.total, {"dense_loss": losses.dense_loss}
         prefix_len = config.prefix_len_at(step)
         out = self.masked_pass.hidden(tokens, generators, prefix_len=prefix_len)
@@ -88,6 +90,11 @@ class Objective(nn.Module):
         if self.policy_parameters():
             total = total + config.budget_weight * budget
         return total, {**record, **budget_record}
+
+    @property
+    def _compiles_loss(self) -> bool:
+        """Whether the loss is compiled: on a CPU it is as fast without."""
+        return self.config.compile and self.head.weight.device.type != "cpu"
 
     def _distill(
         self, out: HiddenOutput, tokens: Int[Tensor, "batch tokens"], prefix_len: int
@@ -108,6 +115,7 @@ class Objective(nn.Module):
                 tokens[:, prefix_len + 1 :],
                 mask_weight=config.mask_weight,
                 anchor_weight=config.anchor_weight * suffix_share,
+                compiled=self._compiles_loss,
             )
             total = suffix.total
             dense_loss = suffix.dense_loss
@@ -118,6 +126,7 @@ class Objective(nn.Module):
                     None,
                     tokens[:, 1 : prefix_len + 1],
                     anchor_weight=config.anchor_weight * (1 - suffix_share),
+                    compiled=self._compiles_loss,
                 )
                 total = total + prefix.total
                 dense_loss = suffix_share * dense_loss + (1 - suffix_share) * prefix.dense_loss

@@ -14,7 +14,7 @@ from kvcat.data.documents import open_source
 from kvcat.data.token_files import is_token_folder
 from kvcat.errors import InputError
 from kvcat.extras import install_command
-from kvcat.memory import DEVICE_ELEMENTS
+from kvcat.memory import DEVICE_ELEMENTS, LOGIT_ELEMENTS
 from kvcat.models import parse_device, positions_of, read_config
 from kvcat.policies import check_group_starts, parse_policy
 from kvcat.training.config import TrainConfig, check_batch
@@ -214,7 +214,10 @@ def _activations(model: PreTrainedModel, config: TrainConfig, micro_batch: int) 
     if config.activation_checkpointing:
         inputs = text.num_hidden_layers * text.hidden_size * num_bytes
         layers = inputs + layer
-    logits = 5 * 4 * min(DEVICE_ELEMENTS, rows * text.vocab_size)
+    logits = 5.0 * 4 * min(DEVICE_ELEMENTS, rows * text.vocab_size)
+    if config.device != "cpu":  # larger chunks of both passes, of which only a part is in float32
+        chunk = min(LOGIT_ELEMENTS, micro_batch * config.seq_len * text.vocab_size)
+        logits += (1 + config.masked_share) * num_bytes * chunk
     head_gradient = 4 * text.vocab_size * text.hidden_size
     return rows * layers + logits + head_gradient
 

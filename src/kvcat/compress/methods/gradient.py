@@ -33,6 +33,7 @@ from kvcat.errors import InputError, check_one_of
 from kvcat.losses import chunked_distillation
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.options import check_options, parse_spec
+from kvcat.precision import tf32_facts, tf32_products
 from kvcat.types import Float, Tensor, at_least_float32
 
 SNAPSHOT_STEPS = (0, 1, 2, 5, 10, 20, 50, 100)
@@ -50,7 +51,8 @@ class GradientCompression(Compressor):
     dense logits and z those on the compact cache, by AdamW without weight decay, gradients clipped
     at norm 1; the model's weights stay fixed. The supervised positions are the suffix, or the
     second copy of a reconstruction sequence. Every example is optimised by itself; its gradient is
-    clipped by the norm of that gradient alone.
+    clipped by the norm of that gradient alone. On a GPU, products of a float32 model are in
+    TF32 (``tf32_products``).
 
     Args:
         num_steps: gradient steps, at least 0.
@@ -153,7 +155,8 @@ class GradientCompression(Compressor):
     def facts(self, prefix: Prefix) -> dict[str, object]:
         """The options; the steps have the name that snapshots give them."""
         options = super().facts(prefix)
-        return {"steps": options.pop("num_steps"), **options}
+        precision = tf32_facts(prefix.trace.hidden)
+        return {"steps": options.pop("num_steps"), **options, **precision}
 
     def fit(self, prefix: Prefix, sizes: Sequence[int]) -> Iterator[Sequence[Layer]]:
         """The trained layers of several sizes, one training each."""
@@ -283,7 +286,8 @@ class SlotTraining:
     @torch.inference_mode(False)
     def step(self) -> float:
         """Take one step; KL before it, mean over the caches, nats per supervised position."""
-        with torch.enable_grad(), frozen(self.trace.model):
+        device = self.trace.hidden.device
+        with torch.enable_grad(), frozen(self.trace.model), tf32_products(device):
             kl = _mean_kl(self.trace, self._replay())
             # of the sum, as every example would have it alone
             gradients = torch.autograd.grad(kl * self.trace.batch_size, self._parameters)

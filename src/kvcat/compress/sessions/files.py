@@ -20,10 +20,11 @@ from kvcat.cache.files import (
     read_tensors,
     write_tensors,
 )
-from kvcat.compress.query_set import QuerySet, Rows
+from kvcat.compress.query_set import QuerySet
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, one_line
 from kvcat.files import make_folder
+from kvcat.models.rounded import Rounded
 from kvcat.options import typed_fields
 from kvcat.types import Tensor, at_least_float32
 
@@ -357,9 +358,9 @@ def _queries_of_tensors(
     def of_layers(name: str) -> list[Tensor]:
         return [tensors[f"past.{name}.{number}"].to(device) for number in range(num_layers)]
 
-    def rows(name: str) -> list[Rows]:
+    def rows(name: str) -> list[Rounded]:
         pairs = zip(of_layers(f"{name}.integers"), of_layers(f"{name}.scales"), strict=True)
-        return [Rows(integers, scales) for integers, scales in pairs]
+        return [Rounded(integers, scales) for integers, scales in pairs]
 
     positions = tensors["past.positions"]
     return QuerySet(
