@@ -240,7 +240,7 @@ def vllm_table():
         f"{facts['torch']}, {facts['cpu']}, float32, one thread of a machine that others used "
         f"(load {rows['load'].max():.0f}). Two servers take turns, and the best round counts. MB "
         "of documents: what is allocated for compact ones, otherwise pages in use less those of "
-        f"questions and answers, at {rows['requests'].max()} requests. Right: numbers that the "
+        "questions and answers, where they are most. Right: numbers that the "
         "documents state, one question for each. Ordinary cells mean nothing and answer nothing."
     )
     lines = [
@@ -258,10 +258,10 @@ def vllm_table():
             last = cell.iloc[-1]
             if mode == "compact":
                 size = last["document_bytes"]
-                texts = last["cells"]
+                texts = cell["cells"].to_numpy()
                 name = f"{name}, {100 * keep:g} %"
             else:
-                size = (last["cells"] - texts) * last["cell_bytes"]
+                size = (cell["cells"].to_numpy() - texts).max() * last["cell_bytes"]
             right = "" if mode == "cells" else f"{last['right']:.0f} of {last['asked']}"
             figures = [
                 f"{num_documents} of {tokens:,} tokens" if mode == "compact" else "",
@@ -489,6 +489,7 @@ def vllm(options, named, model, documents, caches):
         for count in options.requests:
             runs, answers = alternating(options, servers, bodies, count)
             figures["runs"] += runs
+        figures["load"] = os.getloadavg()[0]
         loaded = re.search(
             r"^kvcat:document_bytes\S* (\S+)$", with_documents.read("/metrics"), re.M
         )

@@ -3,19 +3,23 @@ keys before position 0 against transformers' own forward, what workers hold, whi
 documents.
 """
 
+import json
+
 import pytest
 import torch
 from evicted_caches import evicted, ids, make_model, ragged
 
 import kvcat
 from kvcat.cache import CompactCache, CompactLayer, fingerprint
+from kvcat.corpus import CorpusSettings, compress_corpus
+from kvcat.corpus.manifest import cache_file
 from kvcat.models import capture
 from kvcat.serving.document_attention import DocumentLayer, attend_documents
 from kvcat.serving.documents import Document, open_documents
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
 from kvcat.serving.residents import Residents
 from kvcat.serving.vllm.worker import Worker
-from tiny import refusal
+from tiny import byte_tokenizer, refusal
 
 GEMMA = {"head_dim": 16, "sliding_window": 24, "num_hidden_layers": 4}
 FAMILIES = {
@@ -273,6 +277,73 @@ def test_names_lead_to_files_of_the_folder_and_a_changed_file_is_read_again(tmp_
     assert "no folder of documents" in refusal(
         open_documents, str(tmp_path / "x"), model.config, lambda _: ""
     )
+
+
+def test_ids_lead_to_documents_of_a_store_and_a_changed_text_to_its_new_cache(tmp_path):
+    tokenizer = byte_tokenizer()
+    model = make_model("llama", {"vocab_size": len(tokenizer)})
+    settings = CorpusSettings(keep_ratio=0.5)
+
+    def fill(texts):
+        rows = [json.dumps({"id": id, "text": text}) for id, text in texts.items()]
+        (tmp_path / "texts.jsonl").write_text("\n".join(rows))
+        compress_corpus(model, tokenizer, tmp_path / "texts.jsonl", tmp_path / "store", settings)
+
+    texts = {"books/1": "the cat sees a dog", "books/2": "a small red tree", "empty": ""}
+    fill(texts)
+    documents = open_documents(str(tmp_path / "store"), model.config, lambda _: fingerprint(model))
+    by_id = {id: documents.find(id) for id in ("books/1", "books/2")}
+    for id, each in by_id.items():
+        (cache,) = documents.load(each)
+        assert each.num_tokens == cache.num_tokens == len(tokenizer(texts[id])["input_ids"])
+        assert each.counts == tuple(tuple(layer.counts[0].tolist()) for layer in cache.layers)
+    both = documents.find(["books/1", "books/2"])
+    assert len(documents.load(both)) == 2
+    assert both.num_tokens == sum(each.num_tokens for each in by_id.values())
+    fill({**texts, "books/1": "then it was old, and the river ran", "books/3": "a house"})
+    assert documents.find("books/1").digest != by_id["books/1"].digest
+    assert documents.find("books/1").num_tokens > by_id["books/1"].num_tokens
+    assert documents.find("books/2").digest == by_id["books/2"].digest
+    assert "has changed" in refusal(documents.load, by_id["books/1"])
+    file = tmp_path / "store" / cache_file("books/2")
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "books/2" in (message := refusal(documents.find, "books/2"))
+    assert str(tmp_path) not in message
+    file.unlink()
+    assert "books/2" in refusal(documents.find, "books/2")
+    for name, message in {
+        "empty": "has no cache",
+        "books/4": "no document 'books/4'",
+        7: "is no id of a document",
+    }.items():
+        assert message in refusal(documents.find, name)
+    assert "another model" in refusal(
+        open_documents, str(tmp_path / "store"), model.config, lambda _: "2:0"
+    )
+
+
+def test_a_document_that_changes_in_a_store_at_an_address_is_found_when_its_manifest_is_read_again(
+    tmp_path, monkeypatch
+):
+    tokenizer = byte_tokenizer()
+    model = make_model("llama", {"vocab_size": len(tokenizer)})
+    texts = tmp_path / "texts.jsonl"
+    address = "memory://served"
+
+    def fill(text):
+        texts.write_text(json.dumps({"id": "a", "text": text}))
+        compress_corpus(model, tokenizer, texts, address, CorpusSettings(keep_ratio=0.5))
+
+    fill("the cat sees a dog")
+    documents = open_documents(address, model.config, lambda _: fingerprint(model))
+    before = documents.find("a")
+    assert len(documents.load(before)) == 1
+    fill("a small red tree")
+    monkeypatch.setattr(documents.store, "_read_at", -1e9)
+    after = documents.find("a")
+    assert after.digest != before.digest
+    assert len(documents.load(after)) == 1
 
 
 def test_a_document_with_an_answer_beyond_the_models_positions_is_rejected(tmp_path):

@@ -16,14 +16,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 from evicted_caches import evicted, ids, make_model, ragged
 
 import kvcat
 from kvcat.cache import CacheRecord
+from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.models import save
 from kvcat.serving import chat_ids, prompt_ids
-from tiny import byte_tokenizer
+from tiny import byte_tokenizer, refusal
 
 pytest.importorskip("vllm", reason="needs vLLM (make test-vllm)")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -76,13 +78,15 @@ class World:
             self.port = free.getsockname()[1]
         self.log = folder / "log"
 
-    def start(self, *options, cache_mb=0.13):
-        """Start the server, and wait until it answers."""
+    def start(self, *options, cache_mb=0.13, documents=None):
+        """Start the server, of the folder or of other documents, and wait until it answers."""
         transfer = {
             "kv_connector": "kvcat",
             "kv_role": "kv_consumer",
-            "kv_connector_extra_config": {"documents": str(self.folder), "cache_mb": cache_mb},
-        }
+            "kv_connector_extra_config": {
+                "documents": str(documents or self.folder), "cache_mb": cache_mb,
+            },
+        }  # fmt: skip
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.home / "model", "--served-model-name", "m"]
         command += ["--kv-transfer-config", json.dumps(transfer), "--port", self.port]
@@ -162,13 +166,13 @@ class World:
         with ThreadPoolExecutor(len(asked)) as pool:
             return list(pool.map(ask, asked))
 
-    def wanted(self, tokens, name=None, num_new=NEW):
+    def wanted(self, tokens, name=None, num_new=NEW, **options):
         """The greedy answer of transformers with kvcat."""
         cache = self.caches[name] if isinstance(name, str) else name
         tokens = torch.tensor([tokens])
         inputs = {"input_ids": tokens, "attention_mask": torch.ones_like(tokens)}
         inputs = inputs if cache is None else cache.inputs(self.model, tokens)
-        options = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        options |= {"do_sample": False, "pad_token_id": 0, "eos_token_id": None}
         made = self.model.generate(**inputs, max_new_tokens=num_new, **options)
         return made[0, tokens.shape[1] :].tolist()
 
@@ -245,7 +249,13 @@ def test_samples_streams_log_probabilities_and_structured_answers_are_vllms(worl
         entry = of_prompt[place][str(token)]["logprob"]
         assert abs(entry - scores[place - 1, token].item()) < 1e-3
     several = world.choices(text, "fitted", n=3, temperature=1.0, seed=4)
-    assert len(several) == 3
+    assert len({tuple(choice["token_ids"]) for choice in several}) > 1
+    likeliest = world.choices(text, "fitted", n=3, temperature=1.0, top_k=1)
+    greedy = world.answer(text, "fitted")
+    assert [choice["token_ids"] for choice in likeliest] == [greedy] * 3
+    # penalties count question and answer
+    penalised = world.ask(text, "fitted", repetition_penalty=2.0)
+    assert penalised == world.wanted(tokens, "fitted", repetition_penalty=2.0) != greedy
     choices = {"structured_outputs": {"choice": ["dog", "tree"]}, "ignore_eos": False}
     limited = world.choices(text, "fitted", **choices)
     assert limited[0]["text"] in ("dog", "tree")
@@ -259,7 +269,7 @@ def test_samples_streams_log_probabilities_and_structured_answers_are_vllms(worl
         if line.startswith("data: {"):
             made += json.loads(line[6:])["choices"][0]["token_ids"]
     assert status == 200
-    assert made == world.answer(text, "fitted")
+    assert made == greedy
 
 
 def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(world):
@@ -270,6 +280,7 @@ def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(wor
         "damaged": "corrupt",
         "link": "no document",
         "two": "holds 2 examples",
+        "large": "and cache_mb is 0.13",
         "../outside": "is no name",
         7: "is no name",
     }.items():
@@ -282,8 +293,6 @@ def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(wor
         raw = {"kv_transfer_params": {"kvcat": name}, "cache_salt": "kvcat:"}
         tokens = world.tokens("the cat")
         assert world.ask(tokens, None, "/invocations", **raw)[0] in (400, 500)
-    assert world.ask("the cat", "large")[0] == 500
-    assert "cache_mb" in world.log.read_text()
     assert world.ask(["the cat", "a dog"], "ragged")[0] == 400
     assert world.ask("", "ragged")[0] == 400
     assert "exceed the 512" in world.ask("the cat", "ragged", max_tokens=500)[1]
@@ -359,3 +368,65 @@ def test_a_killed_server_starts_again_with_two_workers_and_answers_the_same(worl
     assert seen["documents"] == len(world.caches)
     # every worker holds its own head of each layer: half of the bytes, if the heads are equal
     assert total / 2 <= seen["document_bytes"] < total
+
+
+@pytest.mark.slow
+def test_a_store_is_served_and_a_request_with_an_adapter_reads_no_document(world):
+    texts = {"books/1": "the cat sees a small dog in the old house", "books/2": "a red tree"}
+    rows = [json.dumps({"id": id, "text": text}) for id, text in texts.items()]
+    (world.home / "texts.jsonl").write_text("\n".join(rows))
+    settings = CorpusSettings(keep_ratio=0.5, chat=True)
+    compress_corpus(
+        world.model, world.tokenizer, world.home / "texts.jsonl", world.home / "store", settings
+    )
+    adapter = world.home / "adapter"
+    adapter.mkdir()
+    facts = {"peft_type": "LORA", "r": 8, "lora_alpha": 64, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(facts))
+    name = "base_model.model.model.layers.{}.self_attn.q_proj.lora_{}.weight"
+    weights = {}
+    for number, layer in enumerate(world.model.model.layers):
+        num_rows, num_columns = layer.self_attn.q_proj.weight.shape
+        weights[name.format(number, "A")] = torch.randn(8, num_columns)
+        weights[name.format(number, "B")] = torch.randn(num_rows, 8)
+    safetensors.torch.save_file(weights, adapter / "adapter_model.safetensors")
+    world.kill()
+    world.start(
+        "--enable-lora", "--lora-modules", f"adapter={adapter}", documents=world.home / "store"
+    )
+    store = Store(world.home / "store")
+    chat = "/v1/chat/completions"
+    for id in texts:
+        for question in QUESTIONS:
+            wanted = world.wanted(prompt_ids(world.tokenizer, question, chat=True), store[id])
+            assert world.ask([{"role": "user", "content": question}], id, chat) == wanted
+    assert "no document 'books/3'" in world.ask("the cat", "books/3")[1]
+    status, message = world.ask("the cat", "books/1", model="adapter")
+    assert status == 400
+    assert "with a LoRA adapter cannot name one" in message
+    adapted = world.ask("the cat sees", None, model="adapter")
+    assert world.ask("the cat sees", None) == world.answer("the cat sees") != adapted
+    assert len(adapted) == NEW
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logits_soft_cap", 30.0, "soft-capped scores"),
+        ("alibi_slopes", [0.5], "ALiBi"),
+        ("sinks", torch.ones(1), "attention sinks"),
+        ("kv_sharing_target_layer_name", "layers.0", "keys and values of another layer"),
+        ("kv_cache_dtype", "fp8_e4m3", "pages in fp8_e4m3"),
+    ],
+)
+def test_a_layer_whose_attention_to_documents_would_be_wrong_is_rejected(name, value, message):
+    from kvcat.serving.vllm.connector import check_layer
+    from kvcat.serving.vllm.cpu import DocumentsImpl
+
+    layer = object.__new__(DocumentsImpl)
+    layer.kv_cache_dtype = "auto"
+    check_layer("layers.1", layer)
+    setattr(layer, name, value)
+    assert f"layer layers.1: documents are not served with {message}" in refusal(
+        check_layer, "layers.1", layer
+    )

@@ -46,9 +46,14 @@ LONGROPE = {
 REJECTED = {
     "longrope": ("phi3", LONGROPE, {}, "depend on the length"),
     "pipeline": ("llama", {}, {"pipeline_parallel_size": 2}, "pipeline parallelism"),
+    "speculative": (
+        "llama", {}, {"speculative_config": {
+            "method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 2,
+        }}, "speculative decoding",
+    ),
     "store": ("llama", {}, {"documents": "/nowhere"}, "no folder of documents"),
     "bound": ("llama", {}, {"cache_mb": -1}, "cache_mb must be"),
-}
+}  # fmt: skip
 
 
 def model_of(kind, options, folder):

@@ -1,5 +1,6 @@
 """A store of compact caches: reading it by document, and writing to it."""
 
+import math
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,6 +60,7 @@ class Store:
             raise InputError(f"no store of caches in {address}: it has no {SETTINGS}")
         self.settings = settings
         """How its caches were made, and the name and fingerprint of their model."""
+        self._read_at = -math.inf
         self.refresh()
 
     @property
@@ -87,15 +89,20 @@ class Store:
         Raises:
             InputError: the store has no document of that id.
         """
-        is_old = time.monotonic() - self._read_at > _SECONDS_BETWEEN_READS
-        if id not in self._rows and is_old:
-            self.refresh()
+        if id not in self._rows:
+            self.refresh(older_than=_SECONDS_BETWEEN_READS)
         if id not in self._rows:
             raise InputError(f"store {self.address} has no document {_shown(id)}")
         return self._rows[id]
 
-    def refresh(self) -> None:
-        """Read the manifest again, which another process may have written."""
+    def refresh(self, *, older_than: float = 0.0) -> None:
+        """Read the manifest again, which another process may have written.
+
+        Args:
+            older_than: seconds; what was read later stays.
+        """
+        if time.monotonic() - self._read_at < older_than:
+            return
         self._rows = read_rows(self._storage)
         self._read_at = time.monotonic()
 

@@ -30,6 +30,7 @@ MOST_DOCUMENTS = 16
 _SUFFIX = ".safetensors"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,199}")
 _MOST_KNOWN = 4096  # documents whose facts are remembered
+_SECONDS_BETWEEN_READS = 60.0  # of the manifest of a store at an address
 Fingerprints = Callable[[str], str]
 """The fingerprint of the served model with weights of a dtype."""
 
@@ -250,13 +251,16 @@ class DocumentStore(Documents):
         """Checksum of the text, and of a local store also what a file's version is."""
         if not isinstance(name, str):
             raise InputError(f"{str(name)[:50]!r} is no id of a document")
+        is_remote = "://" in self.store.address
+        if is_remote:  # a request for every document's version would take longer
+            self.store.refresh(older_than=_SECONDS_BETWEEN_READS)
         try:
             row = self.store.row(name)
         except InputError:  # a client need not know where the store is
             raise InputError(f"no document {name[:80]!r}") from None
         if row.error is not None:
             raise InputError(f"document {name[:80]!r} has no cache: {row.error}")
-        if "://" in self.store.address:
+        if is_remote:
             return (row.checksum,)
         return (row.checksum, *_version_of(Path(self.store.address, cache_file(name))))
 

@@ -40,6 +40,14 @@ class Orders:
     load: tuple[Document, ...] = ()
 
 
+def check_size(num_bytes: int, most_bytes: int) -> None:
+    """Raise an ``InputError`` for a document that is larger than the bound on all of them."""
+    if num_bytes > most_bytes:
+        raise InputError(
+            f"the document needs {num_bytes / 1e6:.1f} MB, and cache_mb is {most_bytes / 1e6:g}"
+        )
+
+
 class Residents:
     """The documents in the memory of the workers.
 
@@ -72,11 +80,7 @@ class Residents:
             raise InputError(self._failures.pop(request_id))
         digest = document.digest
         if digest not in self._residents:
-            if num_bytes > self.most_bytes:
-                raise InputError(
-                    f"the document needs {num_bytes / 1e6:.1f} MB, and cache_mb is "
-                    f"{self.most_bytes / 1e6:g}"
-                )
+            check_size(num_bytes, self.most_bytes)
             if not self._make_room(request_id, num_bytes):
                 return False
             self._residents[digest] = _Resident(num_bytes)

@@ -32,6 +32,7 @@ from kvcat.serving.vllm.worker import WORKER
 logger = init_logger(__name__)
 NO_ADAPTERS = "documents belong to the model itself: a request with a LoRA adapter cannot name one"
 DEFAULT_CACHE_MB = 1024
+_PAGE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 _NULL_BLOCK = 0  # of cells that no query sees any more: vLLM keeps none
 _PAGES = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)
 
@@ -135,9 +136,6 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.config = vllm_config
         self.documents = documents_of(vllm_config)
         self.dtype = vllm_config.model_config.dtype
-        self.head_dim = vllm_config.model_config.get_head_size()
-        if vllm_config.device_config.device_type != "cpu":  # FlashAttention's keys hold the bias
-            self.head_dim += EXTRA_CHANNELS
         self.num_workers = vllm_config.parallel_config.tensor_parallel_size
         groups = kv_cache_config.kv_cache_groups
         for group in groups:
@@ -158,8 +156,12 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self.impls: dict[int, Any] = {}  # attention by the number of the layer
         if role == base.KVConnectorRole.WORKER:
             self.rotation = rotation_model(vllm_config.model_config.hf_text_config)
-            # vLLM has decorated the class if it runs transformers' code itself
-            self.rotation.base_model.do_not_compile = True  # type: ignore[assignment]
+            # vLLM has decorated the class if it runs transformers' code itself; its configuration
+            # leads to the served model, which no copy of the small one should contain
+            decorated = vars(self.rotation.base_model)
+            decorated["do_not_compile"] = True
+            for name in ("vllm_config", "compilation_config"):
+                decorated.pop(name, None)
             KeyRotation(self.rotation, -1)  # rejects a model whose keys cannot be rotated
             WORKER.group_of_layer = {
                 name: number for number, group in enumerate(groups) for name in group.layer_names
@@ -180,13 +182,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             document = self._document_of(request)
             if document is None:
                 return 0, False
-            size = num_bytes(
-                document.counts,
-                self.head_dim,
-                self.dtype,
-                biased=document.has_log_bias,
-                size=self.num_workers,
-            )
+            size = document_bytes(document, self.config)
             if self._residents.ask(request.request_id, document, size):
                 self._restore_skipping(request, num_computed_tokens)
                 return 0, False
@@ -421,6 +417,20 @@ def memory_bytes(vllm_config: Any) -> int:
     return int(megabytes * 1e6)
 
 
+def document_bytes(document: Document, vllm_config: Any) -> int:
+    """Bytes of a document in the memory of the worker with the most of it."""
+    head_dim = vllm_config.model_config.get_head_size()
+    if vllm_config.device_config.device_type != "cpu":  # FlashAttention's keys hold the bias
+        head_dim += EXTRA_CHANNELS
+    return num_bytes(
+        document.counts,
+        head_dim,
+        vllm_config.model_config.dtype,
+        biased=document.has_log_bias,
+        size=vllm_config.parallel_config.tensor_parallel_size,
+    )
+
+
 def reserved_bytes(vllm_config: Any) -> int:
     """Bytes that vLLM must leave for documents when it measures its memory."""
     transfer = None if vllm_config is None else vllm_config.kv_transfer_config
@@ -462,18 +472,11 @@ def check_layer(name: str, impl: Any) -> None:
         "attention sinks": getattr(impl, "sinks", None) is not None,
         "keys and values of another layer": getattr(impl, "kv_sharing_target_layer_name", None)
         is not None,
-        f"pages in {impl.kv_cache_dtype}": not is_dtype_read(impl),
+        f"pages in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in _PAGE_DTYPES,
     }
     for problem, is_there in problems.items():
         if is_there:
             raise InputError(f"layer {name}: documents are not served with {problem}")
-
-
-def is_dtype_read(impl: Any) -> bool:
-    """Whether the layer reads documents next to pages of its type."""
-    return impl.kv_cache_dtype in ("auto", "float16", "bfloat16", "float32") or getattr(
-        impl, "reads_fp8", False
-    )
 
 
 def _extra_config(vllm_config: Any, name: str, default: Any) -> Any:

@@ -11,7 +11,13 @@ from vllm.tokenizers import get_tokenizer
 from kvcat.errors import InputError
 from kvcat.serving.documents import Document, Documents
 from kvcat.serving.requests import FIELD, chat_ids, prompt_ids, request_fields
-from kvcat.serving.vllm.connector import NO_ADAPTERS, documents_of
+from kvcat.serving.residents import check_size
+from kvcat.serving.vllm.connector import (
+    NO_ADAPTERS,
+    document_bytes,
+    documents_of,
+    memory_bytes,
+)
 
 _TEXT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 _PARAMETERS = "kv_transfer_params"
@@ -109,6 +115,7 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
         raise InputError(NO_ADAPTERS)
     documents, tokenizer = _documents_and_tokenizer(state)
     document = documents.find(name)
+    check_size(document_bytes(document, state.vllm_config), memory_bytes(state.vllm_config))
     text_field = _TEXT_FIELDS[path]
     is_chat = text_field == "messages"
     for field in _NOT_IN_CHAT if is_chat else _NOT_IN_COMPLETIONS:
