@@ -103,41 +103,41 @@ def match_attention(
         weighted_queries = batch.queries * dense.weights.unsqueeze(-1)
         rounded_keys = round_keys_together(keys, weighted_queries, bits)
         keys = rounded_keys.numbers
+    rows_at_once = max(1, Heads.group_elements // (num_heads * num_slots))
     is_usual = num_iters is None and bits is None and batch.last_seen is None
     num_queries = batch.queries.shape[1]
-    rows_at_once = max(1, Heads.group_elements // (num_heads * num_slots))
-    # where a head has so many slots that the scores of all queries would need much memory
+    # the scores of all queries against so many slots would need much memory
     is_large = keys.device.type == "cpu" and num_slots <= num_queries > rows_at_once
-    if ridge is not None and is_usual and is_large:
-        bias, values = fit_in_chunks(
-            batch.queries,
-            keys,
-            None if batch.log_bias is None else batch.log_bias.gather(1, slots),
-            dense.log_mass,
-            dense.weights,
-            dense.outputs,
-            slot_values,
-            bounds=BOUNDS if log_bias else None,
-            pull=PULL,
-            ridge=ridge,
-            rows_at_once=rows_at_once,
+    if ridge is None or not (is_usual and is_large):
+        scores = batch.scores(slots=slots, keys=keys)  # (heads, queries, slots)
+        outputs = dense.outputs
+        if batch.last_seen is not None:
+            # a query in place that sees no kept slot gets nothing from any values
+            sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
+            outputs = outputs * sees_a_slot
+        dense = dense._replace(outputs=outputs)
+        bias, values, attention = fit_to_dense(
+            scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
         )
-        return HeadSlots(keys, values, bias, slots)
-    scores = batch.scores(slots=slots, keys=keys)  # (heads, queries, slots)
-    outputs = dense.outputs
-    if batch.last_seen is not None:
-        # a query in place that sees no kept slot gets nothing from any values: it asks for nothing
-        sees_a_slot = scores.amax(-1, keepdim=True) > -torch.inf
-        outputs = outputs * sees_a_slot
-    dense = dense._replace(outputs=outputs)
-    bias, values, attention = fit_to_dense(
-        scores, dense, slot_values, num_iters=num_iters, ridge=ridge, log_bias=log_bias
+        if bits is None or rounded_keys is None:
+            return HeadSlots(keys, values, bias, slots)
+        rounded_values = round_values_together(values, attention, bits)
+        codes = list(RoundedHeads(rounded_keys, rounded_values).split())
+        return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
+    bias, values = fit_in_chunks(
+        batch.queries,
+        keys,
+        None if batch.log_bias is None else batch.log_bias.gather(1, slots),
+        dense.log_mass,
+        dense.weights,
+        dense.outputs,
+        slot_values,
+        bounds=BOUNDS if log_bias else None,
+        pull=PULL,
+        ridge=ridge,
+        rows_at_once=rows_at_once,
     )
-    if bits is None or rounded_keys is None:
-        return HeadSlots(keys, values, bias, slots)
-    rounded_values = round_values_together(values, attention, bits)
-    codes = list(RoundedHeads(rounded_keys, rounded_values).split())
-    return HeadSlots(keys, rounded_values.numbers, bias, slots, codes)
+    return HeadSlots(keys, values, bias, slots)
 
 
 def fit_to_dense(

@@ -176,7 +176,8 @@ class _Blocks:
         """An uninitialised tensor of a kind, with the type and device of another."""
         if like.device.type != "cpu":
             return like.new_empty(*shape)
-        key = (kind, *shape)  # layers may differ; pages that nobody writes to take no memory
+        # layers may differ; pages that nobody writes to take no memory
+        key = (kind, like.dtype, *shape)
         if not self.free.get(key):
             self.free[key] = list(like.new_empty(self.num_layers, *shape))
         return self.free[key].pop()
