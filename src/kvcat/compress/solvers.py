@@ -391,7 +391,7 @@ def solve_box(
     *,
     tolerance: float,
 ) -> Float[Tensor, "*heads slots"]:
-    """Weights w within [low, high] that minimise w.Gw / 2 - target.w.
+    """Weights w within [low, high] that minimise w.Gw / 2 - target.w. G is overwritten.
 
     Projected gradient with momentum, which starts again when a step turns against it. Each head
     ends when a step moves none of its weights by more than ``tolerance``, or after 20,000 steps.
@@ -399,7 +399,7 @@ def solve_box(
     # columns of equal length converge in far fewer steps, and a scaled box is still a box
     diagonal = gram.diagonal(dim1=-2, dim2=-1)
     scale = torch.where(diagonal > 0, diagonal, 1.0).sqrt()
-    gram = gram / (scale.unsqueeze(-1) * scale.unsqueeze(-2))
+    gram.div_(scale.unsqueeze(-1)).div_(scale.unsqueeze(-2))
     target = target / scale
     lower = low * scale
     upper = high * scale
@@ -407,7 +407,7 @@ def solve_box(
     largest = largest_eigenvalue(gram).clamp_min(tiny).unsqueeze(-1)
     step_size = 1 / (1.001 * largest)
     # a gradient step without its box is w (I - step_size G) + step_size target
-    step_matrix = -step_size.unsqueeze(-1) * gram
+    step_matrix = gram.mul_(-step_size.unsqueeze(-1))
     step_matrix.diagonal(dim1=-2, dim2=-1).add_(1)
     step_offset = step_size * target
 
