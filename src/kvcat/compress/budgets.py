@@ -41,6 +41,7 @@ def measure_segments(
             dense = {head: attention.order_alone() for head, attention in dense.items()}
         attentions.append(dense)
         curves.append(of_segment)
+        return_freed_memory()  # what stays of every head lies between what was freed
     return attentions, curves
 
 
@@ -70,7 +71,6 @@ def attention_and_curves(
             gain = gains[layer][head].item() / trace.layers[layer].stream[example].item()
             scaled = {size: gain * error for size, error in curve.items()}
             curves[layer, example, head] = scaled
-        return_freed_memory()  # results lie between what a group frees
     return dense, curves
 
 

@@ -12,7 +12,6 @@ from kvcat.compress.heads import HeadIndex, Heads, with_progress
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from kvcat.compress.solvers import fit_in_chunks, fit_log_bias, fit_values
-from kvcat.memory import return_freed_memory
 from kvcat.types import Float, Tensor
 
 BOUNDS = (-3.0, 3.0)
@@ -60,7 +59,6 @@ def fit_segments(
             slots = replace(slots, positions=positions + heads.prefix.first_slot)
             for head, fit in zip(group, slots.split(), strict=True):
                 fits[head].append(fit)
-            return_freed_memory()  # results lie between what a group frees
     # the slots of one segment may have codes
     joined = {
         head: of_segments[0] if len(of_segments) == 1 else HeadSlots.joined(of_segments)
