@@ -115,9 +115,16 @@ def test_both_forms_are_the_public_solvers_one_head_at_a_time(traced):
 
 
 @pytest.mark.parametrize("log_bias", [True, False])
-def test_a_fit_to_some_queries_at_a_time_is_the_fit_to_all_of_them(traced, monkeypatch, log_bias):
+@pytest.mark.parametrize("has_earlier_bias", [True, False])
+def test_a_fit_to_some_queries_at_a_time_is_the_fit_to_all_of_them(
+    traced, monkeypatch, log_bias, has_earlier_bias
+):
     """More slots than a chunk has queries, and a last chunk of fewer."""
     batch = loaded(traced)
+    if has_earlier_bias:
+        batch = replace(
+            batch, log_bias=torch.linspace(-1, 1, batch.keys.shape[1]) + 0 * batch.keys[..., 0]
+        )
     dense = dense_attention(batch)
     whole = match_attention(batch, dense, 9, log_bias=log_bias)
     monkeypatch.setattr(Heads, "group_elements", 7 * 9 * len(batch.keys))

@@ -2,6 +2,7 @@
 
 import sys
 from io import StringIO
+from typing import Any
 
 import pytest
 import torch
@@ -19,30 +20,19 @@ def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind)
     model = supported(kind)
     ids = some_ids(24)
     with StaysDouble():
-        whole = capture(model, ids, query_positions=torch.arange(9, 24), hidden_start=3)
+        kept: dict[str, Any] = {"query_positions": torch.arange(9, 24), "hidden_start": 3}
+        whole = capture(model, ids, **kept)
         every = capture(model, ids)
         stock = model(input_ids=ids, use_cache=True, output_hidden_states=True)
         for chunk_tokens in (1, 23, 1000) if kind == "llama" else (7,):
-            in_chunks = capture(
-                model,
-                ids,
-                query_positions=torch.arange(9, 24),
-                hidden_start=3,
-                chunk_tokens=chunk_tokens,
-            )
+            in_chunks = capture(model, ids, **kept, chunk_tokens=chunk_tokens)
             whole_tensors, chunked_tensors = (
                 [x.keys, x.values, x.queries, x.hidden] for x in (whole, in_chunks)
             )
             torch.testing.assert_close(whole_tensors, chunked_tensors, rtol=0, atol=1e-12)
             torch.testing.assert_close(whole.stream, in_chunks.stream)
             rounded = capture(
-                model,
-                ids,
-                query_positions=torch.arange(9, 24),
-                hidden_start=3,
-                chunk_tokens=chunk_tokens,
-                first_slot=-5,
-                rounded=True,
+                model, ids, **kept, chunk_tokens=chunk_tokens, first_slot=-5, rounded=True
             )
             for layer, (queries, exact) in enumerate(
                 zip(rounded.queries, whole.queries, strict=True)
