@@ -13,13 +13,13 @@ STEPS = (0, 10, 20, 50, 100)
 
 
 def records(curves, num_documents=8):
-    """KL after each step: that of the curve, times a factor of the document."""
+    """NLL after each step: that of the curve, times a factor of the document."""
     made = []
     for model, curve in curves.items():
         for document in range(num_documents):
             hardness = 1 + 0.1 * document
-            for step, kl in zip(STEPS, curve(document), strict=True):
-                place = ("made-up", "", f"d{document}", "0", {"kl": kl * hardness})
+            for step, nll in zip(STEPS, curve(document), strict=True):
+                place = ("made-up", "", f"d{document}", "0", {"nll": nll * hardness})
                 made.append(
                     Record(model, model, "float32", "gradient", "{}", 0.1, step, None, *place)
                 )
@@ -28,7 +28,7 @@ def records(curves, num_documents=8):
 
 def only_row(curves, **options):
     samples = samples_by_cell(record_table(records(curves, **options)), 2000)
-    table = steps_to_level(samples, [("kvcat", "base")], ["kl"])
+    table = steps_to_level(samples, [("kvcat", "base")], ["nll"])
     assert len(table) == 1
     return table.iloc[0]
 
@@ -82,4 +82,4 @@ def test_one_document_has_no_interval_and_one_step_no_row():
     assert math.isnan(row["fewer_low"])
     final = [record for record in records(curves) if record.step == 100]
     samples = samples_by_cell(record_table(final), 100)
-    assert steps_to_level(samples, [("kvcat", "base")], ["kl"]).empty
+    assert steps_to_level(samples, [("kvcat", "base")], ["nll"]).empty

@@ -181,7 +181,7 @@ def samples_by_cell(table: pd.DataFrame, num_resamples: int) -> dict[Cell, Sampl
         rows = table[table["stratum"] == stratum] if stratum else table
         groups = rows.groupby(["model", "method", "keep_ratio", "step"], observed=True)
         for (model, method, keep_ratio, step), cell_rows in groups:
-            cell = Cell(model, method, keep_ratio, None if step == _NO_STEP else step, stratum)
+            cell = Cell(model, method, keep_ratio, None if step == _NO_STEP else int(step), stratum)
             samples[cell] = Sample(_values(cell_rows), strata, num_resamples)
     return samples
 
