@@ -19,7 +19,7 @@ from kvcat.cache import (
 )
 from kvcat.cache.ranges import Range, num_positions, slot_positions
 from kvcat.compress.query_set import QuerySet
-from kvcat.errors import InputError, finite
+from kvcat.errors import InputError, check_in
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import Supervision
@@ -369,8 +369,7 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
         InputError: the fraction is out of range, the trace has supervision "self", or no position
             is left for fitting.
     """
-    if not 0 < finite("held_out", fraction) < 1:
-        raise InputError(f"held_out must be a fraction in (0, 1), not {fraction}")
+    check_in("(0, 1)", held_out=fraction)
     trace.check_supervises()
     text = trace.text
     num_supervising = text.input_ids.shape[1] - text.supervision_start

@@ -28,7 +28,7 @@ from kvcat.compress.trace import (
     TracedText,
     sampled_positions,
 )
-from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
+from kvcat.errors import InputError, check_in, check_kind, check_least, check_one_of, whole
 from kvcat.memory import CHUNK_TOKENS, return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.models.rounded import Rounded
@@ -296,10 +296,7 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
         )
     prefix_len = num_tokens if prefix_len is None else whole("prefix_len", prefix_len)
     longest = num_tokens - (supervision != "self")
-    if not 1 <= prefix_len <= longest:
-        raise InputError(
-            f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}"
-        )
+    check_in(f"[1, {longest}]", prefix_len=prefix_len)
     return prefix_len
 
 

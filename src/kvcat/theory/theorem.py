@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch.nn.functional import one_hot, pad
 
-from kvcat.errors import InputError, finite, whole
+from kvcat.errors import InputError, check_in, whole
 from kvcat.theory import definitions as d
 from kvcat.theory.definitions import FeedForward, FunctionTable, Transformer, sequences
 from kvcat.types import Float, Int, Tensor
@@ -90,8 +90,7 @@ def alarm_gain(table: FunctionTable, constant: float) -> float:
     outweighs C, the value wanted and all that detectors, each between 0 and f(a), can take from it.
     A power of two, so that the product is exact; the eighth leaves room for rounding.
     """
-    if finite("constant", constant) <= 0:
-        raise InputError(f"the constant C must be positive, got {constant}")
+    check_in("(0, inf)", constant=constant)
     first = torch.cat(table.values)[:, 0]
     opposed = constant + float(first.max() - first.clamp(max=0).sum())
     return 2.0 ** math.ceil(

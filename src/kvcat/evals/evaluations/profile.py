@@ -21,7 +21,7 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_in
 from kvcat.evals.evaluation import Evaluation, LinePlot, ResultTable
 from kvcat.evals.evaluations.suffix import Suffix, SuffixTask, make_task
 from kvcat.evals.task import Method
@@ -135,10 +135,7 @@ def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
     if len(set(slots)) < len(slots):
         raise InputError(f"slots are {list(slots)}; give each once")
     for num_slots in slots:
-        if not 1 <= num_slots <= prefix_len:
-            raise InputError(
-                f"{num_slots} slots are outside 1 to {prefix_len}, the tokens of a prefix"
-            )
+        check_in(f"[1, {prefix_len}]", slots=num_slots)
     return [num_slots / prefix_len for num_slots in sorted(slots)]
 
 

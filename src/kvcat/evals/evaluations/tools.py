@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcat.errors import InputError, check_least
+from kvcat.errors import check_in, check_least
 from kvcat.evals.evaluation import CompressingEvaluation, ReportFacts
 from kvcat.evals.haystacks import Pieces, draws, pick, shuffled
 from kvcat.evals.questions import Question, QuestionTask, answer_ids
@@ -259,8 +259,7 @@ def make_task(
         InputError: a value is out of range.
     """
     check_least(1, cases=cases)
-    if not 2 <= num_functions <= len(FUNCTIONS):
-        raise InputError(f"num_functions must be in [2, {len(FUNCTIONS)}], not {num_functions}")
+    check_in(f"[2, {len(FUNCTIONS)}]", num_functions=num_functions)
     opening = tuple(opening_ids(tokenizer, bos))
     pieces = Pieces(tokenizer)
     examples = []
