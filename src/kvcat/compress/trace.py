@@ -26,6 +26,8 @@ from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
+LAST_POSITIONS = 32
+"""Last positions of a prefix whose queries are always kept: those that eviction asks for."""
 OWN_PART_TOKENS = 256
 """Most tokens of a part of the prefix whose own queries are moved after it."""
 _LEAST_PARTS = 3
