@@ -23,8 +23,8 @@ import tyro
 
 from kvcat.errors import InputError, check_in
 from kvcat.evals.evaluation import Evaluation, LinePlot, ResultTable
-from kvcat.evals.evaluations.suffix import Suffix, SuffixTask, make_task
-from kvcat.evals.task import Method
+from kvcat.evals.evaluations.suffix import Suffix
+from kvcat.evals.task import Method, Task
 from kvcat.option_types import Bos, Count, Counts, Seed, Split, Strings, flat
 from kvcat.stats.intervals import NO_ESTIMATE, ClusterBootstrap
 from kvcat.stats.records import Record
@@ -62,16 +62,16 @@ class Profile(Evaluation):
     seed: Seed = 0
     batch_size: tyro.conf.Suppress[int] = 16
 
-    def make_task(self, tokenizer: Any, value: Any) -> "SuffixTask":  # noqa: ARG002, D102
-        return make_task(
+    def make_task(self, tokenizer: Any, value: Any) -> Task:  # noqa: ARG002, D102
+        return Suffix.task(
             tokenizer,
             self.data,
-            self.split,
+            split=self.split,
             prefix=self.prefix,
             suffix=self.suffix,
             windows=self.windows,
             per_document=self.windows,
-            seed=self.data_seed,
+            data_seed=self.data_seed,
             supervision=SUPERVISION,
             bos=self.bos,
         )
