@@ -176,9 +176,8 @@ def _evaluate_training(plan: DemoPlan, out: Path, *, seed: int, device: str) -> 
     tokenizer = models[BASE][1]
     task = Suffix.task(tokenizer, windows=plan.trained_windows)
     folder = out / "training"
-    evaluate(
-        task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed]
-    )  # caches are fitted to the suffix, as in the paper
+    # caches are fitted to the suffix, as in the paper
+    evaluate(task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed])
     return read_results(folder)
 
 
