@@ -60,7 +60,7 @@ _INDEX = {
     "version": int,
     "source": str,
     "tokenizer": str,
-    "dtype": Literal["<u2", "<u4"],
+    "dtype": Literal["<u2", "<i4"],
     "eos": int,
     "opening": tuple[int, ...],
     "seed": int,
