@@ -217,7 +217,7 @@ class DenseAttention(NamedTuple):
         return several._replace(outputs=at_least_float32(several.outputs))
 
     def in_16_bits(self) -> "DenseAttention":
-        """The attention with outputs in bfloat16, which changes them by a five-hundredth at most."""
+        """The attention with outputs in bfloat16, which changes them by 1 in 256 at most."""
         return self._replace(outputs=self.outputs.bfloat16())
 
     def order_alone(self) -> "DenseAttention":
