@@ -144,9 +144,6 @@ class DocumentSettings(CacheSettings):
                 raise InputError(
                     "protect system needs chat: only a chat template has a system turn"
                 )
-        _, options = self.method_options()
-        if self.has_protection and "bits" in options:
-            raise InputError(f"protected slots are exact, not in {options['bits']} bits")
 
     @property
     def has_protection(self) -> bool:

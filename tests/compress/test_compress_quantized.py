@@ -18,6 +18,7 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
+from kvcat.compress.prefix import protecting
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from tiny import loud_model, refusal
 
@@ -216,8 +217,10 @@ def test_heads_that_do_not_fill_bytes_are_rejected_before_the_fit(windows):
 
 
 @pytest.mark.parametrize("bits", [None, 8, FOUR])
-@pytest.mark.parametrize("num_bytes", [3_000, 6_000, 20_000])
-def test_a_number_of_bytes_is_kept_and_nearly_used(traced, bits, num_bytes):
+@pytest.mark.parametrize("num_bytes", [6_000, 8_000, 20_000])
+@pytest.mark.parametrize("protect", [[], [(0, 2), (7, 10)]])
+def test_a_number_of_bytes_is_kept_and_nearly_used(traced, bits, num_bytes, protect):
+    traced = protecting(traced, protect)
     slots, chosen = slots_and_bits(traced, num_bytes, [bits])
     assert chosen == bits
     method = AttentionMatching() if bits is None else AttentionMatching(bits=bits)

@@ -199,7 +199,7 @@ def compress_trace(
     num_bytes = None
     if settings.max_megabytes is not None:
         num_bytes = int(settings.max_megabytes * 1e6) * trace.batch_size
-        is_chosen = settings.bits == "16" or compressor.bits or settings.has_protection
+        is_chosen = settings.bits == "16" or compressor.bits
         choices = [compressor.bits] if is_chosen else None
         num_slots, bits = slots_and_bits(trace, num_bytes, choices)
         size = {"num_slots": num_slots}
