@@ -255,7 +255,7 @@ def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, comp
         ({"keep_ratio": 0.3}, "keep_ratio 0.2, not 0.3"),
         ({"num_slots": 4}, "keep_ratio 0.2, not None"),
         ({"chat": True}, "chat False, not True"),
-        ({"bits": "4"}, "bits auto, not 4"),
+        ({"bits": "4"}, "bits 8, not 4"),
     ],
 )
 def test_a_store_of_other_settings_is_rejected_by_name(corpus, compress, tmp_path, options, name):

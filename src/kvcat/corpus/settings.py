@@ -68,8 +68,8 @@ class CorpusSettings(CacheSettings):
     def record(self) -> dict[str, Any]:
         """The settings as JSON values by name; with a file of budgets they hold its digest."""
         values = {**asdict(self), **self.size}
-        if self.bits == str(DEFAULT_BITS):  # the same for a corpus, which has no size in bytes
-            values["bits"] = "auto"
+        if self.bits == "auto":  # a corpus has no size in bytes
+            values["bits"] = str(self.compressor.bits or DEFAULT_BITS)
         if not self.budgets:
             del values["budgets"]
         return values
