@@ -134,8 +134,8 @@ class CompactCache:
 
         Every number is rounded to the nearest code; the first slot of each head that is not
         protected, and the log-bias, are rounded to half precision. Protected slots stay exact.
-        Positions are not kept. ``AttentionMatching`` loses less when
-        it knows the bits before it fits (option ``bits``).
+        Positions are not kept. In 4 bits ``AttentionMatching`` loses less when it knows the bits
+        before it fits (option ``bits``).
 
         Args:
             bits: 8 or 4.
