@@ -245,6 +245,10 @@ def test_a_file_in_8_bits_attends_with_exact_protected_slots_and_the_numbers_of_
     assert cache.nbytes == made.nbytes
     assert cache.record == made.record
     assert_protected(cache, traced, POSITIONS)
+    cache.to(dtype=torch.float16).save(tmp_path / "half")  # another type loses nothing
+    again = CompactCache.load(tmp_path / "half")
+    assert again.dtype == torch.float16
+    assert_protected(again.to(dtype=dtype), traced, POSITIONS)
     draw = torch.Generator().manual_seed(0)
     for number, layer in enumerate(cache.layers):
         batch, kv_heads = layer.counts.shape

@@ -235,7 +235,7 @@ def _quantized_layers(
     dtype = getattr(torch, entries["dtype"])
     made = []
     for index, tensors in enumerate(layers):
-        problem = quantized_problem(tensors, bits, key_group, dtype, int(entries["num_tokens"]))
+        problem = quantized_problem(tensors, bits, key_group, int(entries["num_tokens"]))
         if problem is not None:
             raise InputError(f"{name}, layer {index}: {problem}")
         made.append(QuantizedLayer(**tensors, bits=bits, key_group=key_group, dtype=dtype))

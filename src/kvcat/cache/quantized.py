@@ -42,7 +42,7 @@ class QuantizedLayer(Slots):
     Args:
         counts: slots of every head, the first ones included; on the CPU.
         first_keys, first_values: of the first slots: the protected ones and one more, in the type
-            of the model; float16 if none is protected.
+            of the model that made them; float16 if none is protected.
         key_codes, value_codes: packed codes of the other slots.
         key_scales, key_offsets: of every group of at most ``key_group`` slots, float16.
         value_scales, value_offsets: of every packed slot and group of channels, float16.
@@ -238,7 +238,7 @@ def quantized_layer(
 
 
 def quantized_problem(
-    tensors: dict[str, Tensor], bits: int, key_group: int, dtype: torch.dtype, num_tokens: int
+    tensors: dict[str, Tensor], bits: int, key_group: int, num_tokens: int
 ) -> str | None:
     """What is wrong with the tensors of a quantised layer; None if nothing is."""
     missing = set(QUANTIZED_TENSORS) - {"half_bias"} - set(tensors)
@@ -246,7 +246,7 @@ def quantized_problem(
         return f"no {', '.join(sorted(missing))}"
     for name, tensor in tensors.items():
         wanted = torch.int32 if name == "counts" else torch.uint8 if "codes" in name else HALF
-        if tensor.dtype != wanted and not (name in _FIRST and tensor.dtype == dtype):
+        if tensor.dtype != wanted and not (name in _FIRST and tensor.is_floating_point()):
             return f"{name} are {str(tensor.dtype).removeprefix('torch.')}"
         is_usable = tensor < torch.inf if name == "half_bias" else tensor.isfinite()
         if not is_usable.all():
