@@ -10,7 +10,9 @@ from kvcat.cache.codes import (
     round_values as round_values,
 )
 from kvcat.cache.compact import CompactCache as CompactCache
-from kvcat.cache.fingerprint import fingerprint as fingerprint
+from kvcat.cache.fingerprint import (
+    check_same_model as check_same_model, fingerprint as fingerprint,
+)
 from kvcat.cache.first_tokens import (
     FirstSlots as FirstSlots, count_before as count_before, document_digests as document_digests,
     first_ids as first_ids, first_slots as first_slots,

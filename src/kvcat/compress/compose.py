@@ -26,7 +26,7 @@ from kvcat.cache.ranges import num_positions, slot_positions
 from kvcat.compress.prefix import clipped
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_kind, whole
+from kvcat.errors import InputError, check_in, check_kind, whole
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import NUM_FIRST, SEAM_TOKENS
@@ -315,8 +315,7 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
     check_kind(Sequence, "a sequence of CompactCaches", caches=caches)
     if not caches:
         raise InputError("no caches to compose: give at least one")
-    if not 0 <= whole("seam_tokens", seam_tokens) <= NUM_FIRST:
-        raise InputError(f"seam_tokens must be in [0, {NUM_FIRST}], not {seam_tokens}")
+    check_in(f"[0, {NUM_FIRST}]", seam_tokens=whole("seam_tokens", seam_tokens))
     for number, cache in enumerate(caches, start=1):
         check_kind(CompactCache, "a CompactCache", **{f"document {number}": cache})
         cache.check_model(model, f"document {number}")

@@ -144,6 +144,7 @@ def round_values_together(
             remaining[:, slot + 1 : stop] -= in_block * errors[:, slot : slot + 1]
             codes.append(row_codes)
             grids.append(row_grid)
+        # the slots after the block at once: a product for each slot would read them every time
         behind = feedback[:, start:stop, stop:]
         remaining[:, stop:] -= behind.mT @ errors[:, start:stop]
     ordered = Grid(*(torch.cat(tensors, dim=1) for tensors in zip(*grids, strict=True)))
