@@ -146,8 +146,9 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 )
         self.num_groups = len(groups)
         self._residents = Residents(memory_bytes(vllm_config))
-        # of every group of layers: the request that a first block belongs to, and its document
-        self._owners: list[dict[int, tuple[str, str | None]]] = [{} for _ in groups]
+        # of every group of layers, by first block: the document, and the requests that read it;
+        # those with the same beginning share the block
+        self._readers: list[dict[int, tuple[str, set[str]]]] = [{} for _ in groups]
         self._found: dict[str, Document] = {}  # by request
         self._rejected: set[str] = set()  # requests that fail as soon as they have blocks
         self._failed: set[str] = set()
@@ -220,16 +221,22 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._failed.add(request.request_id)
         document = self._found.get(request.request_id)
         digest = None if document is None else document.digest
-        for owners, block_ids in zip(self._owners, blocks.get_block_ids(), strict=True):
-            if block_ids and block_ids[0] != _NULL_BLOCK:
-                # it may have been the block of a request whose window has left it
-                owners[block_ids[0]] = (request.request_id, digest)
+        for readers, block_ids in zip(self._readers, blocks.get_block_ids(), strict=True):
+            if not block_ids or block_ids[0] == _NULL_BLOCK:
+                continue
+            of_block = readers.get(block_ids[0])
+            if digest is None:
+                readers.pop(block_ids[0], None)
+            elif of_block is not None and of_block[0] == digest:
+                of_block[1].add(request.request_id)
+            else:
+                # its earlier readers were preempted, or their window has left it
+                readers[block_ids[0]] = (digest, {request.request_id})
 
     def build_connector_meta(self, scheduler_output: Any) -> _Step:  # noqa: ARG002
         """What the workers need for this step."""
         digests = [
-            {block: digest for block, (_, digest) in owners.items() if digest is not None}
-            for owners in self._owners
+            {block: digest for block, (digest, _) in readers.items()} for readers in self._readers
         ]
         step = _Step(self._residents.take_orders(), digests, self._failed)
         self._failed = set()
@@ -257,10 +264,11 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._residents.release(request.request_id)
         self._found.pop(request.request_id, None)
         self._rejected.discard(request.request_id)
-        for owners in self._owners:
-            mine = [block for block, owner in owners.items() if owner[0] == request.request_id]
-            for block in mine:
-                del owners[block]
+        for readers in self._readers:
+            for block, (_, request_ids) in list(readers.items()):
+                request_ids.discard(request.request_id)
+                if not request_ids:
+                    del readers[block]
         return False, None
 
     def request_finished_all_groups(

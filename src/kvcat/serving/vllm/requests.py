@@ -138,7 +138,8 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
     )
     fields = request_fields(document, name, ids, str(request.get("cache_salt") or ""))
     request.pop(FIELD, None)
-    request |= _limits(request, document, len(ids), is_chat=is_chat)
+    most = state.vllm_config.model_config.max_model_len
+    request |= _limits(request, document, len(ids), most, is_chat=is_chat)
     if is_chat:
         # this API has no token ids, but vLLM reads them from this field, if all messages are texts
         fields[_PARAMETERS]["prompt_token_ids"] = fields.pop("prompt")
@@ -165,11 +166,18 @@ def _check_salt(request: Any) -> None:
 
 
 def _limits(
-    request: dict[str, Any], document: Document, num_tokens: int, *, is_chat: bool
+    request: dict[str, Any], document: Document, num_tokens: int, most_tokens: int, *, is_chat: bool
 ) -> dict[str, Any]:
     """The field with the length of the answer, where vLLM's default could be too long.
 
     A length that is no whole number is left to vLLM.
+
+    Args:
+        request: as the client sent it.
+        document: that it names.
+        num_tokens: of the question.
+        most_tokens: of question and answer, in vLLM.
+        is_chat: chat completions; False: completions.
 
     Raises:
         InputError: the request asks for more tokens than follow the document.
@@ -181,8 +189,10 @@ def _limits(
                 document.check_length(num_tokens + asked)
             return {}
     document.check_length(num_tokens + 1)
-    room = document.longest_text - document.num_tokens - num_tokens
-    return {_LIMITS[0]: room} if is_chat else {_LIMITS[1]: min(room, _USUAL_TOKENS)}
+    room = min(document.longest_text - document.num_tokens, most_tokens) - num_tokens
+    if not is_chat and _LIMITS[1] not in request:
+        room = min(room, _USUAL_TOKENS)
+    return {_LIMITS[0 if is_chat else 1]: max(room, 1)}
 
 
 def _documents_and_tokenizer(state: Any) -> tuple[Documents, Any]:
