@@ -20,6 +20,7 @@ from vllm.v1 import kv_cache_interface
 
 from kvcat.attention.kernels import EXTRA_CHANNELS
 from kvcat.errors import InputError
+from kvcat.memory import return_freed_memory
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.documents import Document, Documents, open_documents
 from kvcat.serving.fingerprints import CheckpointFingerprints
@@ -342,6 +343,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             WORKER.layers.pop(digest, None)
         for document in connector_metadata.orders.load:
             self._load(document)
+            return_freed_memory()
 
     def clear_connector_metadata(self) -> None:
         """The step has ended: no rows have documents."""
