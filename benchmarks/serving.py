@@ -250,9 +250,13 @@ def vllm_table():
         f"seconds to the first token at {counts} |",
         "|---" * 6 + "|",
     ]
-    for (_, num_documents, tokens, keep), setting in rows.groupby(
+    has_several_models = rows["model"].nunique() > 1
+    for (model, num_documents, tokens, keep), setting in rows.groupby(
         ["model", "documents", "tokens", "keep"], sort=False
     ):
+        about_documents = f"{num_documents} of {tokens:,} tokens"
+        if has_several_models:
+            about_documents += f", {model}"
         for mode, name in MODES.items():
             cell = setting[setting["mode"] == mode].sort_values("requests")
             last = cell.iloc[-1]
@@ -264,7 +268,7 @@ def vllm_table():
                 size = (cell["cells"].to_numpy() - texts).max() * last["cell_bytes"]
             right = "" if mode == "cells" else f"{last['right']:.0f} of {last['asked']}"
             figures = [
-                f"{num_documents} of {tokens:,} tokens" if mode == "compact" else "",
+                about_documents if mode == "compact" else "",
                 name,
                 megabytes(size),
                 right,

@@ -27,6 +27,8 @@ DEFAULT_METHOD = "attention-matching"
 """The method if none is named."""
 DEFAULT_KEEP = 0.2
 """Fraction of the slots that is kept if no size is given."""
+DEFAULT_BITS = 8
+"""Bits of keys and values if neither bits nor a size in bytes is given."""
 _KEEP_HELP = f"Fraction of the KV slots to KEEP, in (0, 1]; {DEFAULT_KEEP} if no size is given."
 
 
@@ -38,8 +40,8 @@ class CacheSettings:
         method: NAME or NAME,option=value,...; docs/compress.md describes the options.
         keep_ratio: Fraction of the KV slots to keep, in (0, 1]; a fifth if no size is given.
         num_slots: Instead of --keep: number of slots per layer and head.
-        bits: Bits of keys and values; 16: the type of the model; auto: 16 or, for a
-            size in bytes, as few as are best for it.
+        bits: Bits of keys and values; 16: the type of the model; auto: 8 or, for a
+            size in bytes, 8 or 4, as is best for it.
         supervision: Queries that caches are fitted to: those of the text repeated after an
             instruction (reconstruction), or those of the text itself (self).
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
@@ -144,9 +146,6 @@ class DocumentSettings(CacheSettings):
                 raise InputError(
                     "protect system needs chat: only a chat template has a system turn"
                 )
-        _, options = self.method_options()
-        if self.has_protection and "bits" in options:
-            raise InputError(f"protected slots are exact, not in {options['bits']} bits")
 
     @property
     def has_protection(self) -> bool:

@@ -17,7 +17,7 @@ from kvcat.models import capture
 from kvcat.serving.document_attention import DocumentLayer, attend_documents
 from kvcat.serving.documents import Document, open_documents
 from kvcat.serving.placing import Share, num_bytes, place, rotation_model
-from kvcat.serving.residents import Residents
+from kvcat.serving.residents import Orders, Residents
 from kvcat.serving.vllm.worker import Worker
 from tiny import byte_tokenizer, refusal
 
@@ -148,7 +148,7 @@ def test_documents_one_behind_the_other_are_placed_as_compose_joins_them():
 def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
     model = make_model("llama", {"num_key_value_heads": 4})
     trace = kvcat.trace(model, ids(1, 60), supervision="self")
-    cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9)
+    cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9, protect=[(2, 5)])
     small = rotation_model(model.config)
     whole = place([cache], small, **HERE)
     of_workers_placed = [
@@ -161,6 +161,8 @@ def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
         )
         keys = torch.cat([of_worker[layer].keys for of_worker in of_workers_placed])
         assert torch.equal(held.keys, keys)
+        for head, values in enumerate(held.values.split(held.counts)):
+            assert torch.equal(values[:3], trace.values[layer][0, head, 2:5])
     counts = [layer.counts[0].tolist() for layer in cache.layers]
     options = {"biased": cache.has_log_bias, "size": 2}
     of_workers = [sum(layer.nbytes for layer in held) for held in of_workers_placed]
@@ -221,6 +223,24 @@ def test_the_documents_that_were_not_used_for_longest_make_room_and_none_in_use_
     held.on_failed("g", "it is damaged")
     assert "it is damaged" in refusal(held.ask, "r8", document("g"), 10)
     assert held.num_bytes == 5
+
+
+def test_a_document_is_not_dropped_while_it_is_being_loaded():
+    held = Residents(10)
+    assert not held.ask("r1", document("a"), 8)
+    held.take_orders()
+    held.release("r1")
+    assert not held.ask("r2", document("b"), 9)
+    assert held.take_orders() == Orders()
+    held.on_loaded("a", 8)
+    assert not held.ask("r2", document("b"), 9)
+    orders = held.take_orders()
+    assert orders.drop == ("a",)
+    held.release("r2")
+    assert not held.ask("r3", document("c"), 10)
+    held.on_failed("b", "it is damaged")
+    assert not held.ask("r3", document("c"), 10)
+    assert [each.digest for each in held.take_orders().load] == ["c"]
 
 
 def test_a_request_that_leaves_while_it_waits_for_room_lets_the_next_one_in():

@@ -104,6 +104,7 @@ def test_questions_continue_the_turn_that_the_document_opens():
         ["the cat"],
         conversation[1:],
         [{"role": "user", "content": ["the cat"]}],
+        [user([{"type": "image_url", "text": "the cat"}])],
     ):
         with pytest.raises(InputError, match="messages must be texts"):
             chat_ids(tokenizer, messages, chat=True)

@@ -3,6 +3,7 @@ tests (``make test-vllm``), another with two workers for the slow one (``make te
 
 import json
 import os
+import random
 import re
 import shutil
 import signal
@@ -14,6 +15,7 @@ import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -37,16 +39,23 @@ SIZES = {"hidden_size": 128, "max_position_embeddings": 512, "num_hidden_layers"
 
 
 class World:
-    """A model, its documents in a folder, and a server."""
+    """A model, a folder for documents, and a server."""
 
-    def __init__(self, folder):
+    def __init__(self, folder, **sizes):
         self.home = folder
         self.folder = folder / "documents"
         self.folder.mkdir()
         self.tokenizer = byte_tokenizer()
-        sizes = {**SIZES, "vocab_size": len(self.tokenizer)}
-        save(make_model("qwen2", sizes), self.tokenizer, folder / "model")
+        self.sizes = {**SIZES, "vocab_size": len(self.tokenizer), **sizes}
+        save(make_model("qwen2", self.sizes), self.tokenizer, folder / "model")
         self.model = kvcat.load(folder / "model")[0]
+        with socket.socket() as free:
+            free.bind(("", 0))
+            self.port = free.getsockname()[1]
+        self.log = folder / "log"
+
+    def add_documents(self):
+        """Documents of many kinds, and files that are none."""
         trace = kvcat.trace(self.model, ids(1, 120, seed=1), supervision="self")
         fitted = kvcat.AttentionMatching()(trace, num_slots=13)  # heads of unequal size
         assert not fitted.is_uniform
@@ -58,6 +67,7 @@ class World:
             "layers": self.cache(2, (40, 9, 3)),
             "unbiased": evicted(self.model, ids(1, 90, seed=9), 12),
             "chat": replace(self.cache(4, 33), record=CacheRecord(chat=True)),
+            "long": evicted(self.model, ids(1, 300, seed=6), 10),
         }
         for number, length in enumerate((20, 24, 30)):
             document = kvcat.trace(self.model, ids(1, length, seed=number), supervision="self")
@@ -65,21 +75,20 @@ class World:
         for name, cache in self.caches.items():
             cache.save(self.folder / f"{name}.safetensors")
         theta = {"rope_theta": 5e3, "rope_type": "default"}
-        other = make_model("qwen2", {**sizes, "rope_parameters": theta})
+        other = make_model("qwen2", {**self.sizes, "rope_parameters": theta})
         evicted(other, ids(1, 90)).save(self.folder / "foreign.safetensors")
         self.cache(5, 88).save(self.folder / "large.safetensors")
         evicted(self.model, ids(2, 90), 5).save(self.folder / "two.safetensors")
         good = (self.folder / "doc0.safetensors").read_bytes()
         (self.folder / "damaged").write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
-        (folder / "outside").write_bytes(good)
-        (self.folder / "link").symlink_to(folder / "outside")
-        with socket.socket() as free:
-            free.bind(("", 0))
-            self.port = free.getsockname()[1]
-        self.log = folder / "log"
+        (self.home / "outside").write_bytes(good)
+        (self.folder / "link").symlink_to(self.home / "outside")
 
-    def start(self, *options, cache_mb=0.13, documents=None):
-        """Start the server, of the folder or of other documents, and wait until it answers."""
+    def start(self, *options, cache_mb=0.13, documents=None, pages_gb="1"):
+        """Start the server, of the folder or of other documents, and wait until it answers.
+
+        pages_gb: None: vLLM measures how much memory is left.
+        """
         transfer = {
             "kv_connector": "kvcat",
             "kv_role": "kv_consumer",
@@ -92,11 +101,9 @@ class World:
         command += ["--kv-transfer-config", json.dumps(transfer), "--port", self.port]
         command += ["--block-size", 32, "--enforce-eager", "--api-key", KEY, "--max-model-len", 256]
         command += ["--dtype", "float32", *options]
-        quiet = {
-            "VLLM_CPU_KVCACHE_SPACE": "1",
-            "OMP_NUM_THREADS": "1",
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
+        quiet = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if pages_gb is not None:
+            quiet["VLLM_CPU_KVCACHE_SPACE"] = pages_gb
         with self.log.open("w") as log:
             self.server = subprocess.Popen(
                 [str(x) for x in command],
@@ -118,6 +125,19 @@ class World:
         self.server.wait(60)
         assert self.post("/health", None)[0] == 0
 
+    def memory(self, kind="RssAnon"):
+        """Bytes of memory of every process, by its number; those of no file, or another kind."""
+        held = {}
+        for folder in Path("/proc").glob("[0-9]*"):
+            try:
+                group = int((folder / "stat").read_text().rsplit(")", 1)[1].split()[2])
+                status = (folder / "status").read_text()
+            except OSError:
+                continue  # it has ended
+            if group == self.server.pid:
+                held[folder.name] = 1024 * int(re.search(rf"{kind}:\s*(\d+)", status)[1])
+        return held
+
     def cache(self, seed, slots):
         return evicted(self.model, ids(1, 90, seed=seed), slots, log_bias=True)
 
@@ -135,8 +155,8 @@ class World:
         except OSError as error:
             return 0, str(error)
 
-    def choices(self, prompt, name=None, path="/v1/completions", **options):
-        """The choices of a reply, or status and error."""
+    def body(self, prompt, name, path, options):
+        """The fields of a request."""
         body = {
             "model": "m",
             "max_tokens": NEW,
@@ -146,15 +166,33 @@ class World:
             **options,
         }
         body["messages" if "chat" in path else "prompt"] = prompt
-        if name is not None:
-            body["kvcat"] = name
-        status, reply = self.post(path, body)
+        return body if name is None else body | {"kvcat": name}
+
+    def choices(self, prompt, name=None, path="/v1/completions", **options):
+        """The choices of a reply, or status and error."""
+        status, reply = self.post(path, self.body(prompt, name, path, options))
         return reply["choices"] if status == 200 and "choices" in reply else (status, reply)
 
     def ask(self, *args, **options):
         """Token ids of the answer, or status and error."""
         choices = self.choices(*args, **options)
         return choices[0]["token_ids"] if isinstance(choices, list) else choices
+
+    def stream(self, prompt, name=None, path="/v1/completions", *, leave_after=None, **options):
+        """Token ids of a streamed answer; of those until the client leaves with so many or more."""
+        body = {**self.body(prompt, name, path, options), "stream": True}
+        headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+        request = urllib.request.Request(
+            f"http://localhost:{self.port}{path}", json.dumps(body).encode(), headers
+        )
+        made = []
+        with urllib.request.urlopen(request, timeout=900) as reply:
+            for line in reply:
+                if line.startswith(b"data: {"):
+                    made += json.loads(line[6:])["choices"][0].get("token_ids") or []
+                    if leave_after is not None and len(made) >= leave_after:
+                        break
+        return made
 
     def ask_all(self, asked):
         """The answers to many requests at once: text, document and perhaps options of each."""
@@ -197,6 +235,7 @@ def world(tmp_path_factory):
     """A server with few pages and small steps: requests are preempted, and prompts come in
     chunks."""
     made = World(tmp_path_factory.mktemp("vllm"))
+    made.add_documents()
     made.start(
         "--max-num-batched-tokens", 48, "--max-num-seqs", 24, "--num-gpu-blocks-override", 60
     )
@@ -223,6 +262,19 @@ def test_requests_that_were_preempted_are_computed_again_with_their_documents(wo
     assert float(re.search(r"^vllm:num_preemptions_total\S* (\S+)$", metrics, re.MULTILINE)[1]) > 0
 
 
+def test_a_request_that_fails_while_all_pages_are_in_use_ends_alone(world):
+    prompts = [ids(192, seed=seed).tolist() for seed in range(40, 49)]  # more blocks than there are
+    asked = [(prompt, name, {"max_tokens": 30}) for prompt, name in zip(
+        prompts, ("doc0", "fitted", None) * 3, strict=True
+    )]  # fmt: skip
+    # a number as a text is left to vLLM, so that the scheduler finds this answer too long
+    too_long = (ids(200, seed=9).tolist(), "long", {"max_tokens": "30"})
+    answers = world.ask_all([*asked, *[too_long] * 10])
+    assert {answer[0] for answer in answers[len(asked) :]} == {500}
+    for (prompt, name, _), answer in zip(asked, answers, strict=False):
+        assert answer == world.wanted(prompt, name, 30)
+
+
 def test_a_conversation_continues_in_the_turn_that_the_document_opens(world):
     chat = "/v1/chat/completions"
     messages = [{"role": "user", "content": "the cat"}]
@@ -232,9 +284,108 @@ def test_a_conversation_continues_in_the_turn_that_the_document_opens(world):
     assert world.ask(messages, "chat", chat) == wanted
     assert world.ask(messages[1:], "chat", chat)[0] == 400
     assert "without --chat" in world.ask(messages, "ragged", chat)[1]
-    tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
-    assert "tools is not supported" in world.ask(messages, "chat", chat, tools=tools)[1]
+    for field, value in {
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
+        "echo": True,
+        "add_generation_prompt": False,
+        "use_beam_search": True,
+        "truncate_prompt_tokens": 9,
+    }.items():
+        assert field in world.ask(messages, "chat", chat, **{field: value})[1]
+        if field in ("use_beam_search", "truncate_prompt_tokens"):
+            assert field in world.ask("the cat", "ragged", **{field: value})[1]
     assert isinstance(world.ask(messages, None, chat), list)
+
+
+def test_the_openai_client_reads_the_same_answer_in_pieces_and_whole(world):
+    openai = pytest.importorskip("openai")
+    client = openai.OpenAI(base_url=f"http://localhost:{world.port}/v1", api_key=KEY)
+    messages = [{"role": "user", "content": [{"type": "text", "text": "the cat"}]}]
+    fields = {
+        "model": "m",
+        "messages": messages,
+        "max_completion_tokens": NEW,
+        "logprobs": True,
+        "top_logprobs": 2,
+        "n": 2,
+        "extra_body": {
+            "kvcat": "chat", "top_k": 1, "ignore_eos": True, "return_token_ids": True,
+        },
+    }  # fmt: skip
+    whole = client.chat.completions.create(**fields)
+    wanted = world.answer("the cat", "chat")
+    assert [choice.token_ids for choice in whole.choices] == [wanted] * 2
+    pieces = {0: [], 1: []}
+    scores = {0: [], 1: []}
+    usage = None
+    for chunk in client.chat.completions.create(
+        **fields, stream=True, stream_options={"include_usage": True}
+    ):
+        usage = chunk.usage
+        for choice in chunk.choices:
+            pieces[choice.index].append(choice.delta.content or "")
+            if choice.logprobs is not None:
+                scores[choice.index] += [token.logprob for token in choice.logprobs.content]
+    for choice in whole.choices:
+        assert "".join(pieces[choice.index]) == choice.message.content
+        of_tokens = [token.logprob for token in choice.logprobs.content]
+        assert scores[choice.index] == pytest.approx(of_tokens, abs=1e-4)
+    assert (usage.prompt_tokens, usage.completion_tokens) == (
+        len(world.tokens("the cat", "chat")), 2 * NEW,
+    )  # fmt: skip
+    text = client.completions.create(
+        model="m", prompt="the cat", max_tokens=NEW, temperature=0, logprobs=1, echo=True,
+        extra_body={"kvcat": "fitted", "ignore_eos": True},
+    )  # fmt: skip
+    answer = world.tokenizer.decode(world.answer("the cat", "fitted"))
+    half = "\ufffd"  # of a character that ends after the answer
+    assert text.choices[0].text.rstrip(half) == f"the cat{answer}".rstrip(half)
+    assert len(text.choices[0].logprobs.tokens) == len(world.tokens("the cat")) + NEW
+    with pytest.raises(openai.BadRequestError, match="no document 'gone'"):
+        client.chat.completions.create(**{**fields, "extra_body": {"kvcat": "gone"}})
+
+
+def test_an_answer_is_as_long_as_asked_for_or_as_the_model_allows(world):
+    chat = "/v1/chat/completions"
+    messages = [{"role": "user", "content": "the cat"}]
+    assert len(world.ask(messages, "chat", chat, max_tokens=5.0)) == 5
+    # no more than the 256 of --max-model-len
+    whole = world.ask(messages, "chat", chat, max_tokens=None)
+    assert len(whole) == 256 - len(world.tokens("the cat", "chat"))
+    assert whole[:NEW] == world.answer("the cat", "chat")
+    # 512 positions, of which the document has 300
+    near_end = ids(205, seed=1).tolist()
+    assert world.ask(near_end, "long", max_tokens=None) == world.wanted(near_end, "long", 7)
+    body = {"model": "m", "prompt": "the cat", "kvcat": "long", "ignore_eos": True}
+    assert world.post("/v1/completions", body)[1]["usage"]["completion_tokens"] == 16
+    assert "exceed the 512" in world.ask(near_end, "long")[1]
+    assert "maximum context length" in world.ask(near_end * 2, "doc0")[1]
+
+
+def test_logprobs_of_a_prompt_in_the_prefix_cache_wait_for_their_document(world):
+    prompt = ids(70, seed=2).tolist()
+    first = world.choices(prompt, "layers", prompt_logprobs=0)
+    world.ask_all([("the cat", name) for name in ("fitted", "bits8", "bits4", "ragged", "chat")])
+    loads = world.gauges()["document_loads"]
+    second = world.choices(prompt, "layers", prompt_logprobs=0)
+    assert world.gauges()["document_loads"] == loads + 1
+    assert second[0]["token_ids"] == first[0]["token_ids"] == world.wanted(prompt, "layers")
+    assert len(second[0]["prompt_logprobs"]) == 70
+
+
+def test_a_client_that_leaves_gives_back_its_documents(world):
+    names = ["fitted", "ragged", "bits8", "bits4"] * 3
+    with ThreadPoolExecutor(len(names)) as pool:
+        left = pool.map(
+            lambda name: world.stream("the cat", name, leave_after=2, max_tokens=240), names
+        )
+        for name, made in zip(names, left, strict=True):
+            assert made == world.answer("the cat", name, len(made))
+            assert len(made) < 240
+    # together these need more than the whole pool
+    asked = [("a dog", name) for name in world.caches]
+    for (text, name), answer in zip(asked, world.ask_all(asked), strict=True):
+        assert answer == world.answer(text, name), name
 
 
 def test_samples_streams_log_probabilities_and_structured_answers_are_vllms(world):
@@ -259,17 +410,7 @@ def test_samples_streams_log_probabilities_and_structured_answers_are_vllms(worl
     choices = {"structured_outputs": {"choice": ["dog", "tree"]}, "ignore_eos": False}
     limited = world.choices(text, "fitted", **choices)
     assert limited[0]["text"] in ("dog", "tree")
-    status, stream = world.post(
-        "/v1/completions",
-        {"model": "m", "prompt": text, "kvcat": "fitted", "max_tokens": NEW, "temperature": 0,
-         "ignore_eos": True, "stream": True, "return_token_ids": True},
-    )  # fmt: skip
-    made = []
-    for line in stream.splitlines():
-        if line.startswith("data: {"):
-            made += json.loads(line[6:])["choices"][0]["token_ids"]
-    assert status == 200
-    assert made == greedy
+    assert world.stream(text, "fitted") == greedy
 
 
 def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(world):
@@ -297,6 +438,8 @@ def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(wor
     assert world.ask("", "ragged")[0] == 400
     assert "exceed the 512" in world.ask("the cat", "ragged", max_tokens=500)[1]
     assert world.ask("the cat", "ragged", path="/v1/responses")[0] == 400
+    assert "no document is named" in world.ask("the cat", cache_salt="kvcat:0")[1]
+    assert world.ask("the cat", "ragged", model=[])[0] == 400
     assert world.ask("the cat", "ragged") == good == world.answer("the cat", "ragged")
 
 
@@ -318,15 +461,23 @@ def test_a_request_with_several_documents_is_answered_as_by_kvcat_compose(world)
     answers = {text: world.ask(text, names) for text in QUESTIONS}
     assert answers == {text: world.wanted(world.tokens(text), composed) for text in QUESTIONS}
     assert world.ask(QUESTIONS[0], names[::-1]) != answers[QUESTIONS[0]]
+    twice = kvcat.compose(world.model, [world.caches["doc1"]] * 2, seam_tokens=0)
+    assert world.ask("the cat", ["doc1", "doc1"]) == world.wanted(world.tokens("the cat"), twice)
+    assert world.ask("the cat", ["doc1"]) == world.answer("the cat", "doc1")
     assert "document 2 opens a turn" in world.ask("the cat", ["doc0", "chat"])[1]
     assert "no document 'gone'" in world.ask("the cat", ["doc0", "gone"])[1]
-    assert "1 to 16 documents" in world.ask("the cat", ["doc0"] * 17)[1]
+    for names in ([], ["doc0"] * 17):
+        assert "1 to 16 documents" in world.ask("the cat", names)[1]
+    assert "is no name" in world.ask("the cat", ["doc0", None])[1]
+    both = world.ask("the cat", ["ragged", "fitted"] * 8)
+    assert "and cache_mb is 0.13" in both[1] or "exceed the 512" in both[1]
 
 
 def test_a_document_that_changes_while_it_is_served_fails_or_answers_as_the_new_one(world):
     file = world.folder / "doc0.safetensors"
     good = file.read_bytes()
-    assert world.ask("a dog", "doc0") == world.answer("a dog", "doc0")
+    for text in ("a dog", LONG):
+        assert world.ask(text, "doc0") == world.answer(text, "doc0")
     file.write_bytes(good[:-1] + bytes([good[-1] ^ 1]))
     asked = [("a dog", name) for name in ("doc0", "doc1", "ragged", None)] * 4
     for (_, name), answer in zip(asked, world.ask_all(asked), strict=True):
@@ -338,9 +489,11 @@ def test_a_document_that_changes_while_it_is_served_fails_or_answers_as_the_new_
     file.unlink()
     assert "no document 'doc0'" in world.ask("a dog", "doc0")[1]
     shutil.copy(world.folder / "doc1.safetensors", file)
-    assert world.ask("a dog", "doc0") == world.answer("a dog", "doc1")
+    for text in ("a dog", LONG):  # of the long one, blocks are in the prefix cache
+        assert world.ask(text, "doc0") == world.answer(text, "doc1")
     file.write_bytes(good)
-    assert world.ask("a dog", "doc0") == world.answer("a dog", "doc0")
+    for text in ("a dog", LONG):
+        assert world.ask(text, "doc0") == world.answer(text, "doc0")
 
 
 def test_memory_stays_within_its_bound_and_is_what_the_slots_need(world):
@@ -351,6 +504,91 @@ def test_memory_stays_within_its_bound_and_is_what_the_slots_need(world):
     world.ask("a dog", "fitted")
     world.ask("a dog", "fitted")
     assert world.gauges()["document_loads"] <= before + 1
+
+
+def test_a_request_reads_its_document_after_one_with_the_same_beginning_has_ended(world):
+    asked = [(LONG, "fitted", {"max_tokens": count}) for count in (60, 3, 9, 3)]
+    for (text, name, options), answer in zip(asked, world.ask_all(asked), strict=True):
+        assert answer == world.answer(text, name, options["max_tokens"])
+
+
+def test_64_clients_with_everything_mixed_get_the_answers_of_kvcat(world):
+    draw = random.Random(0)
+    chat = "/v1/chat/completions"
+    pairs = [["doc0", "doc2"], ["chat", "unbiased"], ["doc1", "layers"]]
+    joined = {
+        " ".join(pair): kvcat.compose(
+            world.model, [world.caches[name] for name in pair], seam_tokens=0
+        )
+        for pair in pairs
+    }
+    names = [*world.caches, *pairs, None]
+
+    def client(number):
+        results = []
+        for num_new, name, text in plans[number]:
+            options = {"max_tokens": num_new}
+            kind = number % 6
+            prompt, path = text, "/v1/completions"
+            if name == "chat" and kind % 2:
+                prompt, path = [{"role": "user", "content": text}], chat
+            if kind == 0:
+                status, error = world.ask(prompt, ("gone", "damaged", "foreign")[number % 3])
+                assert status == 400, error
+            if kind == 1:
+                made = world.stream(prompt, name, path, leave_after=num_new // 2, **options)
+                num_new = len(made)
+            elif kind < 4:
+                made = world.stream(prompt, name, path, **options)
+            else:
+                made = world.ask(prompt, name, path, **options)
+            results.append((text, name, num_new, made))
+        return results
+
+    plans = [
+        [
+            (draw.randrange(6, 24), draw.choice(names), draw.choice([*QUESTIONS, LONG]))
+            for _ in range(2)
+        ]
+        for _ in range(64)
+    ]
+    with ThreadPoolExecutor(64) as pool:
+        results = [result for of_client in pool.map(client, range(64)) for result in of_client]
+    for text, name, num_new, made in results:
+        key = " ".join(name) if isinstance(name, list) else name
+        tokens = prompt_ids(world.tokenizer, text, chat="chat" in (key or "").split())
+        assert made == world.wanted(tokens, joined.get(key, key), num_new), (text, name)
+    assert world.post("/health", None)[0] == 200
+
+
+@pytest.mark.slow
+def test_memory_of_the_process_grows_by_the_slots_and_vllm_leaves_room_for_them(tmp_path):
+    world = World(tmp_path, max_position_embeddings=4096, num_key_value_heads=4)
+    num_bytes = 0
+    names = [f"doc{number}" for number in range(16)]
+    for number, name in enumerate(names):
+        cache = ragged(
+            evicted(world.model, ids(1, 3000, seed=number), (2900, 1900, 2400), log_bias=True)
+        )
+        cache.save(world.folder / name)
+        slots = sum(int(layer.counts.sum()) for layer in cache.layers)
+        num_bytes += slots * (2 * 32 * 4 + 4)
+    evicted(world.model, ids(1, 90), 20).save(world.folder / "small")
+    total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    world.start("--gpu-memory-utilization", 2.5e9 / total, cache_mb=400, pages_gb=None)
+    try:
+        world.ask("the cat", "small")
+        # the worker's memory has all pages, and has grown with its first request
+        assert 2.5e9 - max(world.memory("VmRSS").values()) > 300e6
+        before = world.memory()
+        loaded = world.gauges()["document_bytes"]
+        for name in names:
+            assert len(world.ask("the cat", name)) == NEW
+        assert world.gauges()["document_bytes"] - loaded == num_bytes
+        grown = sum(world.memory().values()) - sum(before.values())
+        assert grown == pytest.approx(num_bytes, rel=0.03)
+    finally:
+        world.kill()
 
 
 @pytest.mark.slow

@@ -4,7 +4,8 @@
 # fmt: off
 from kvcat.cache.adapters import check_no_adapters as check_no_adapters
 from kvcat.cache.codes import (
-    BITS as BITS, Grid as Grid, PackedHead as PackedHead, check_dims as check_dims,
+    BITS as BITS, BeyondHalfError as BeyondHalfError, Grid as Grid, PackedHead as PackedHead,
+    as_half as as_half, check_dims as check_dims,
     key_groups as key_groups, most_bytes_per_slot as most_bytes_per_slot, parse_bits as parse_bits,
     round_values as round_values,
 )

@@ -45,7 +45,7 @@ class Compressor(ABC):
     2. protected slots are taken out of the prefix and of the size (``Prefix``);
     3. ``fit`` gives the layers of the slots that are kept, for sizes between none and all;
     4. protected slots are put back before them;
-    5. with ``bits`` the slots are quantised;
+    5. with ``bits`` the slots are quantised, except for protected ones;
     6. what came out is checked, and described (``facts``).
 
     Args:
@@ -197,8 +197,8 @@ class Compressor(ABC):
         """The number of slots to keep of a trace, as ``slots_for``.
 
         Raises:
-            InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``
-                or with a method that does not protect; a trace without the predictions that the
+            InputError: as ``slots_for``; fewer than are protected; protected slots with a method
+                that does not protect; unknown ``bits``; a trace without the predictions that the
                 method needs; or ``torch.autocast`` is on.
         """
         check_kind(Trace, "a Trace", trace=trace)
@@ -215,10 +215,6 @@ class Compressor(ABC):
             )
         if self.bits is not None:
             parse_bits(self.bits)
-            if trace.protected:
-                raise InputError(
-                    f"protected slots are exact, not in {self.bits} bits: leave out bits"
-                )
         return slots
 
     def with_seed(self, seed: int) -> "Compressor":
@@ -239,14 +235,25 @@ class Compressor(ABC):
     def _quantized_caches(
         self, trace: Trace, sizes: Sequence[int], bits: int
     ) -> Iterator[CompactCache]:
-        prefix = Prefix.of(trace)
-        first = prefix.layers[0]
-        check_dims(first.keys.shape[-1], first.values.shape[-1], bits)
-        sizes = [min(size, prefix.max_slots) for size in sizes]
-        for grids in self.fit_codes(prefix, sizes, bits):
-            layers = [QuantizedLayer.of_heads(grid, bits, first.keys.dtype) for grid in grids]
+        slots = trace.layers[0].slots
+        check_dims(slots.keys.shape[-1], slots.values.shape[-1], bits)
+        num_protected = trace.num_protected
+        others = [size - num_protected for size in sizes if size > num_protected]
+        fitted: Iterator[Sequence[HeadGrid]] = iter(())
+        prefix = None
+        if others:
+            prefix = Prefix.of(trace)
+            most = prefix.max_slots
+            fitted = self.fit_codes(prefix, [min(size, most) for size in others], bits)
+        for size in sizes:
+            if prefix is None or size <= num_protected:
+                yield at_an_end(trace, size).quantize(bits)
+                continue
+            grids = prefix.whole_heads(next(fitted))
+            layers = [QuantizedLayer.of_heads(grid, bits, slots.keys.dtype) for grid in grids]
             cache = compact_cache(trace, layers, self.name, self.facts(prefix))
-            yield replace(cache, record=replace(cache.record, first_slots=first_slots(grids)))
+            first = first_slots(grids, num_protected)
+            yield replace(cache, record=replace(cache.record, first_slots=first))
 
 
 @dataclass(frozen=True)

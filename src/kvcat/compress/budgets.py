@@ -59,10 +59,13 @@ def attention_and_curves(
     dense: dict[HeadIndex, DenseAttention] = {}
     curves: dict[HeadIndex, Curve] = {}
     kv_heads = [keys.shape[1] for keys in trace.keys]
+    holds_rounded = any(each.is_rounded for each in heads.queries)
     gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
     for group in with_progress(heads.groups_for_scores(), "attention of the prefix"):
         batch, attention = heads.fitted_attention(group)
-        dense.update(zip(group, attention.split(), strict=True))
+        # of a long document the outputs of all heads are as large as its cache
+        held = attention.in_16_bits() if holds_rounded else attention
+        dense.update(zip(group, held.split(), strict=True))
         if not sizes:
             continue
         sampled = attention.sampled(batch, max(sizes))

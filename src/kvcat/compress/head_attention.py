@@ -8,7 +8,7 @@ import torch
 
 from kvcat.attention.chunks import exp_below
 from kvcat.memory import CPU_CACHE_ELEMENTS, rows_per_chunk
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_SHARE = 1e-6
 NUM_SAMPLED = 128
@@ -210,8 +210,15 @@ class DenseAttention(NamedTuple):
 
     @classmethod
     def batched(cls, single: Sequence["DenseAttention"]) -> "DenseAttention":
-        """The attention of several heads of equal shape, from that of each alone."""
-        return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
+        """The attention of several heads of equal shape, from that of each alone, in at least
+        float32.
+        """
+        several = cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
+        return several._replace(outputs=at_least_float32(several.outputs))
+
+    def in_16_bits(self) -> "DenseAttention":
+        """The attention with outputs in bfloat16, which changes them by 1 in 256 at most."""
+        return self._replace(outputs=self.outputs.bfloat16())
 
     def order_alone(self) -> "DenseAttention":
         """One head's slots in their order with their peaks, and the choice of its queries."""

@@ -23,6 +23,7 @@ from kvcat.corpus import CHAT_STORE, Store
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.store import SETTINGS as STORE_SETTINGS
 from kvcat.errors import InputError
+from kvcat.memory import return_freed_memory
 from kvcat.models import positions_of
 
 MOST_DOCUMENTS = 16
@@ -145,6 +146,11 @@ class Documents(ABC):
 
     def _facts(self, name: str, version: tuple[Any, ...]) -> Document:  # noqa: ARG002
         """What the cache says; ``version`` makes ``lru_cache`` forget an earlier one."""
+        document = self._read_facts(name)
+        return_freed_memory()  # the cache's
+        return document
+
+    def _read_facts(self, name: str) -> Document:
         cache, digest = self.read(name)
         if cache.batch_size != 1:
             raise InputError(f"document {name!r} holds {cache.batch_size} examples, not one")

@@ -112,7 +112,11 @@ def _text(content: object) -> str | None:
         return content
     if not isinstance(content, list) or not content:
         return None
-    texts = [item.get("text") for item in content if isinstance(item, dict)]
+    texts = [
+        item.get("text")
+        for item in content
+        if isinstance(item, dict) and item.get("type", "text") == "text"
+    ]
     if len(texts) < len(content) or not all(isinstance(text, str) for text in texts):
         return None
     return "".join(map(str, texts))

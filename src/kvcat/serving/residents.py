@@ -135,7 +135,10 @@ class Residents:
             self._queue.append(request_id)
         if self._queue[0] != request_id:
             return False
-        unused = [digest for digest, held in self._residents.items() if not held.users]
+        # what is being loaded stays: the workers' reports of it are still to come
+        unused = [
+            digest for digest, held in self._residents.items() if held.is_loaded and not held.users
+        ]
         unused_bytes = sum(self._residents[digest].num_bytes for digest in unused)
         if self.num_bytes - unused_bytes + num_bytes > self.most_bytes:
             return False

@@ -91,10 +91,6 @@ def check_protectable(compressor: Compressor, protect: Sequence[Range]) -> None:
     """Raise an ``InputError`` for protected tokens and a method that changes every slot."""
     if protect and not compressor.protects:
         raise InputError(f"{compressor.name} protects no slots: leave out protect")
-    if protect and compressor.bits is not None:
-        raise InputError(
-            f"protected slots are exact, not in {compressor.bits} bits: leave out bits or protect"
-        )
 
 
 def checked_model(model: PreTrainedModel) -> str:

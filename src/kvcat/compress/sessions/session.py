@@ -74,8 +74,7 @@ class Session:
 
     Raises:
         InputError: a number out of its range; a budget that is too small for tail, room and
-            protected tokens; a method or a model that cannot compress again; protected tokens and
-            a method that quantises.
+            protected tokens; a method or a model that cannot compress again.
     """
 
     def __init__(

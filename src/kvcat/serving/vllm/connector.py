@@ -20,6 +20,7 @@ from vllm.v1 import kv_cache_interface
 
 from kvcat.attention.kernels import EXTRA_CHANNELS
 from kvcat.errors import InputError
+from kvcat.memory import return_freed_memory
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.documents import Document, Documents, open_documents
 from kvcat.serving.fingerprints import CheckpointFingerprints
@@ -146,11 +147,13 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 )
         self.num_groups = len(groups)
         self._residents = Residents(memory_bytes(vllm_config))
-        # of every group of layers: the request that a first block belongs to, and its document
-        self._owners: list[dict[int, tuple[str, str | None]]] = [{} for _ in groups]
+        # of every group of layers, by first block: the document, and the requests that read it;
+        # those with the same beginning share the block
+        self._readers: list[dict[int, tuple[str, set[str]]]] = [{} for _ in groups]
         self._found: dict[str, Document] = {}  # by request
+        self._rejected: set[str] = set()  # requests that fail as soon as they have blocks
         self._failed: set[str] = set()
-        self._skipping: set[str] = set()  # requests that must not read the prefix cache, and wait
+        self._skipping: list[Any] = []  # requests that must not read the prefix cache, and wait
         self._loaded = _Loaded()
         self._failing: set[str] = set()
         self.impls: dict[int, Any] = {}  # attention by the number of the layer
@@ -178,36 +181,32 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         """No tokens; None while the request waits for its document."""
-        try:
-            document = self._document_of(request)
-            if document is None:
-                return 0, False
-            size = document_bytes(document, self.config)
-            if self._residents.ask(request.request_id, document, size):
-                self._restore_skipping(request, num_computed_tokens)
-                return 0, False
-            if request.skip_reading_prefix_cache:  # with which vLLM lets no request wait
-                self._skipping.add(request.request_id)
-                request.skip_reading_prefix_cache = False
-        except InputError as error:
-            logger.error("request %s: %s", request.request_id, error)
-            self._failed.add(request.request_id)
-            self._found.pop(request.request_id, None)
+        if request.request_id not in self._rejected:
+            try:
+                if self._has_document(request):
+                    return 0, False
+            except InputError as error:
+                logger.error("request %s: %s", request.request_id, error)
+                self._rejected.add(request.request_id)
+                self._found.pop(request.request_id, None)
+        if request.skip_reading_prefix_cache:  # with which vLLM lets no request wait or fail
             request.skip_reading_prefix_cache = False
+            self._skipping.append(request)
+        if request.request_id in self._rejected:
             return max(1, request.num_tokens - num_computed_tokens), True
         return None, False
 
-    def _restore_skipping(self, request: Any, num_computed_tokens: int) -> None:
-        """A request with logprobs of its prompt has waited: all of the prompt is computed again.
+    def _has_document(self, request: Any) -> bool:
+        """Whether the workers hold the document that a request names, if any.
 
         Raises:
-            InputError: vLLM has found a part of the prompt in its prefix cache already.
+            InputError: the request fails.
         """
-        if request.request_id in self._skipping:
-            self._skipping.discard(request.request_id)
-            request.skip_reading_prefix_cache = True
-            if num_computed_tokens > 0:
-                raise InputError("logprobs of the prompt: the document is in memory now, ask again")
+        document = self._document_of(request)
+        if document is None:
+            return True
+        size = document_bytes(document, self.config)
+        return self._residents.ask(request.request_id, document, size)
 
     def update_state_after_alloc(
         self,
@@ -215,22 +214,36 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         blocks: Any,
         num_external_tokens: int,  # noqa: ARG002
     ) -> None:
-        """Remember the first blocks of the request."""
+        """Remember the first blocks of the request; one that was rejected fails now.
+
+        Without blocks it would not wait for the load that fails, and vLLM would end.
+        """
+        if request.request_id in self._rejected:
+            self._failed.add(request.request_id)
         document = self._found.get(request.request_id)
         digest = None if document is None else document.digest
-        for owners, block_ids in zip(self._owners, blocks.get_block_ids(), strict=True):
-            if block_ids and block_ids[0] != _NULL_BLOCK:
-                # it may have been the block of a request whose window has left it
-                owners[block_ids[0]] = (request.request_id, digest)
+        for readers, block_ids in zip(self._readers, blocks.get_block_ids(), strict=True):
+            if not block_ids or block_ids[0] == _NULL_BLOCK:
+                continue
+            of_block = readers.get(block_ids[0])
+            if digest is None:
+                readers.pop(block_ids[0], None)
+            elif of_block is not None and of_block[0] == digest:
+                of_block[1].add(request.request_id)
+            else:
+                # its earlier readers were preempted, or their window has left it
+                readers[block_ids[0]] = (digest, {request.request_id})
 
     def build_connector_meta(self, scheduler_output: Any) -> _Step:  # noqa: ARG002
         """What the workers need for this step."""
         digests = [
-            {block: digest for block, (_, digest) in owners.items() if digest is not None}
-            for owners in self._owners
+            {block: digest for block, (digest, _) in readers.items()} for readers in self._readers
         ]
         step = _Step(self._residents.take_orders(), digests, self._failed)
         self._failed = set()
+        for request in self._skipping:
+            request.skip_reading_prefix_cache = True
+        self._skipping = []
         return step
 
     def update_connector_output(self, connector_output: Any) -> None:
@@ -251,11 +264,12 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """Forget the request."""
         self._residents.release(request.request_id)
         self._found.pop(request.request_id, None)
-        self._skipping.discard(request.request_id)
-        for owners in self._owners:
-            mine = [block for block, owner in owners.items() if owner[0] == request.request_id]
-            for block in mine:
-                del owners[block]
+        self._rejected.discard(request.request_id)
+        for readers in self._readers:
+            for block, (_, request_ids) in list(readers.items()):
+                request_ids.discard(request.request_id)
+                if not request_ids:
+                    del readers[block]
         return False, None
 
     def request_finished_all_groups(
@@ -329,6 +343,7 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             WORKER.layers.pop(digest, None)
         for document in connector_metadata.orders.load:
             self._load(document)
+            return_freed_memory()
 
     def clear_connector_metadata(self) -> None:
         """The step has ended: no rows have documents."""
@@ -453,6 +468,10 @@ def check_options(vllm_config: Any) -> None:
         "latent attention (MLA)": model.use_mla,
         "an encoder": model.is_encoder_decoder,
         "positions of several axes (M-RoPE)": model.uses_mrope,
+        # a request whose document cannot be loaded would be computed without it, or for ever
+        "kv_load_failure_policy recompute": (
+            vllm_config.kv_transfer_config.kv_load_failure_policy != "fail"
+        ),
     }
     for name, is_there in problems.items():
         if is_there:

@@ -51,6 +51,8 @@ class DocumentsImpl(CPUAttentionBackendImpl):
             from kvcat.serving import cpu_kernel
 
             self.kernel = cpu_kernel
+            # from now on, because vLLM may measure its memory without a step of the model
+            WORKER.hold_reserve(self.reserved_bytes, torch.device("cpu"))
 
     def prepare(self, layer: DocumentLayer) -> Any:
         """A document's layer in the form that ``forward`` reads."""
@@ -72,11 +74,7 @@ class DocumentsImpl(CPUAttentionBackendImpl):
         result = super().forward(
             layer, query, key, value, kv_cache, attn_metadata, output, *args, **options
         )
-        if attn_metadata is None:
-            if self.reserved_bytes:
-                WORKER.hold_reserve(self.reserved_bytes, query.device)
-            return result
-        if WORKER.is_idle:
+        if attn_metadata is None or WORKER.is_idle:
             return result
         plan = _plan_of(layer.layer_name, attn_metadata)
         if plan is not None:

@@ -10,7 +10,7 @@ from vllm.tokenizers import get_tokenizer
 
 from kvcat.errors import InputError
 from kvcat.serving.documents import Document, Documents
-from kvcat.serving.requests import FIELD, chat_ids, prompt_ids, request_fields
+from kvcat.serving.requests import FIELD, SALT, chat_ids, prompt_ids, request_fields
 from kvcat.serving.residents import check_size
 from kvcat.serving.vllm.connector import (
     NO_ADAPTERS,
@@ -21,13 +21,16 @@ from kvcat.serving.vllm.connector import (
 
 _TEXT_FIELDS = {"/v1/completions": "prompt", "/v1/chat/completions": "messages"}
 _PARAMETERS = "kv_transfer_params"
-# what would change the text of a conversation, which kvcat writes around the document
+# what would change the text after the document; and vLLM forgets the document in a beam search
+_NOT_IN_BOTH = ("truncate_prompt_tokens", "use_beam_search")
 _NOT_IN_CHAT = (
     "tools", "tool_choice", "documents", "chat_template", "chat_template_kwargs",
-    "continue_final_message", "reasoning_effort", "mm_processor_kwargs",
+    "continue_final_message", "reasoning_effort", "mm_processor_kwargs", "echo",
+    "add_special_tokens", *_NOT_IN_BOTH,
 )  # fmt: skip
-_NOT_IN_COMPLETIONS = ("suffix", "prompt_embeds")
+_NOT_IN_COMPLETIONS = ("suffix", "prompt_embeds", *_NOT_IN_BOTH)
 _LIMITS = ("max_completion_tokens", "max_tokens")
+_USUAL_TOKENS = 16  # of an answer in /v1/completions
 
 
 class DocumentRequests:
@@ -49,7 +52,8 @@ class DocumentRequests:
         if body is None:
             return
         try:
-            new_body = _with_token_ids(scope["app"].state, scope["path"], body)
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            new_body = _with_token_ids(scope["app"].state, path, body)
         except InputError as error:
             details = {
                 "message": str(error),
@@ -108,10 +112,11 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
         return body
     name = _name_in(request)
     if name is None:
+        _check_salt(request)
         return body
     if path not in _TEXT_FIELDS:
         raise InputError(f"{path} has no documents: use {' or '.join(_TEXT_FIELDS)}")
-    if request.get("model") in _adapter_names(state):
+    if str(request.get("model")) in _adapter_names(state):
         raise InputError(NO_ADAPTERS)
     documents, tokenizer = _documents_and_tokenizer(state)
     document = documents.find(name)
@@ -121,6 +126,8 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
     for field in _NOT_IN_CHAT if is_chat else _NOT_IN_COMPLETIONS:
         if request.get(field):
             raise InputError(f"{field} is not supported with a document")
+    if is_chat and request.get("add_generation_prompt", True) is not True:
+        raise InputError("add_generation_prompt must be true with a document")
     make_ids = chat_ids if is_chat else prompt_ids
     ids = make_ids(
         tokenizer,
@@ -131,9 +138,12 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
     )
     fields = request_fields(document, name, ids, str(request.get("cache_salt") or ""))
     request.pop(FIELD, None)
-    request |= _limits(request, document, len(ids), is_chat=is_chat)
-    if is_chat:  # this API has no token ids, but vLLM reads them from this field
+    most = state.vllm_config.model_config.max_model_len
+    request |= _limits(request, document, len(ids), most, is_chat=is_chat)
+    if is_chat:
+        # this API has no token ids, but vLLM reads them from this field, if all messages are texts
         fields[_PARAMETERS]["prompt_token_ids"] = fields.pop("prompt")
+        fields["messages"] = [{"role": "user", "content": ""}]
     return json.dumps({**request, **fields}).encode()
 
 
@@ -148,23 +158,41 @@ def _name_in(request: Any) -> Any:
     return name
 
 
+def _check_salt(request: Any) -> None:
+    """Raise an ``InputError`` for a salt of the prompts of documents in another request."""
+    salt = request.get("cache_salt") if isinstance(request, dict) else None
+    if isinstance(salt, str) and salt.startswith(SALT):
+        raise InputError(f"cache_salt begins with {SALT!r} and no document is named")
+
+
 def _limits(
-    request: dict[str, Any], document: Document, num_tokens: int, *, is_chat: bool
+    request: dict[str, Any], document: Document, num_tokens: int, most_tokens: int, *, is_chat: bool
 ) -> dict[str, Any]:
     """The field with the length of the answer, where vLLM's default could be too long.
+
+    A length that is no whole number is left to vLLM.
+
+    Args:
+        request: as the client sent it.
+        document: that it names.
+        num_tokens: of the question.
+        most_tokens: of question and answer, in vLLM.
+        is_chat: chat completions; False: completions.
 
     Raises:
         InputError: the request asks for more tokens than follow the document.
     """
     for field in _LIMITS if is_chat else _LIMITS[1:]:
         asked = request.get(field)
-        if type(asked) is int:
-            document.check_length(num_tokens + asked)
+        if asked is not None:
+            if type(asked) is int:
+                document.check_length(num_tokens + asked)
             return {}
     document.check_length(num_tokens + 1)
-    if not is_chat:
-        return {}
-    return {_LIMITS[0]: document.longest_text - document.num_tokens - num_tokens}
+    room = min(document.longest_text - document.num_tokens, most_tokens) - num_tokens
+    if not is_chat and _LIMITS[1] not in request:
+        room = min(room, _USUAL_TOKENS)
+    return {_LIMITS[0 if is_chat else 1]: max(room, 1)}
 
 
 def _documents_and_tokenizer(state: Any) -> tuple[Documents, Any]:
