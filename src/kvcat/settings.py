@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from kvcat.errors import InputError, check_least, check_one_of, finite, whole
+from kvcat.errors import InputError, check_in, check_least, check_one_of, finite, whole
 from kvcat.option_types import (
     CacheBits,
     Count,
@@ -66,8 +66,8 @@ class CacheSettings:
         sizes = [name for name in self._size_names if getattr(self, name) is not None]
         if len(sizes) > 1:
             raise InputError(f"give one of {' and '.join(sizes)}")
-        if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
-            raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
+        if self.keep_ratio is not None:
+            check_in("(0, 1]", keep_ratio=self.keep_ratio)
         least = {"num_slots": 1, "room": 0, "seed": 0}
         for name, smallest in least.items():
             number = getattr(self, name)
@@ -136,10 +136,10 @@ class DocumentSettings(CacheSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_kl is not None and finite("max_kl", self.max_kl) < 0:
-            raise InputError(f"max_kl must be at least 0 nats per token, not {self.max_kl}")
-        if self.max_megabytes is not None and finite("max_megabytes", self.max_megabytes) <= 0:
-            raise InputError(f"max_megabytes must be above 0, not {self.max_megabytes}")
+        if self.max_kl is not None:
+            check_in("[0, inf)", max_kl=self.max_kl)
+        if self.max_megabytes is not None:
+            check_in("(0, inf)", max_megabytes=self.max_megabytes)
         if self.protect is not None:
             check_one_of("protect", self.protect, get_args(Protect))
             if not self.chat:
@@ -196,8 +196,7 @@ class Sampling:
             raise InputError(
                 f"temperature is {self.temperature:g}; it must be 0, or lie in [0.001, 1000]"
             )
-        if not 0 < finite("top_p", self.top_p) <= 1:
-            raise InputError(f"top_p is {self.top_p:g}; it must lie in (0, 1]")
+        check_in("(0, 1]", top_p=self.top_p)
         check_least(1, max_new_tokens=self.max_new_tokens)
         if "" in self.stop or len(self.stop) > MOST_STOPS:
             raise InputError(f"stop texts must not be empty, and at most {MOST_STOPS}")

@@ -92,7 +92,7 @@ def test_a_conversation_in_another_template_than_the_documents_is_rejected(serve
         ({"temperature": 9999}, 400, "temperature is 9999"),
         ({"temperature": 10**400}, 400, "too large"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode text"),
-        ({"top_p": 0}, 400, "top_p is 0"),
+        ({"top_p": 0}, 400, "top_p must be in (0, 1]"),
         ({"max_tokens": 33}, 400, "this server allows 32"),
         ({"max_tokens": 0}, 400, "must be at least 1"),
         ({"max_tokens": True}, 400, "wrong type"),

@@ -27,7 +27,7 @@ from kvcat.cache import (
 from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_kind, finite, whole
+from kvcat.errors import InputError, check_in, check_kind, finite, whole
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -206,8 +206,8 @@ class Compressor(ABC):
         if self.needs_predictions:
             trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if trace.protected and not self.protects:
-            raise InputError(f"{self.name} protects no slots: leave out protect")
+        if trace.protected:
+            self.check_protects()
         if slots < trace.num_protected:
             raise InputError(
                 f"{slots} slots are fewer than the {trace.num_protected} protected ones "
@@ -216,6 +216,11 @@ class Compressor(ABC):
         if self.bits is not None:
             parse_bits(self.bits)
         return slots
+
+    def check_protects(self) -> None:
+        """Raise an ``InputError`` for a method that cannot protect slots."""
+        if not self.protects:
+            raise InputError(f"{self.name} protects no slots: leave out protect")
 
     def with_seed(self, seed: int) -> "Compressor":
         """The same method with another seed, for a method that ``draws``."""
@@ -290,14 +295,12 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
         )
     if num_slots is not None:
         num_slots = whole("num_slots", num_slots)
-        if not 1 <= num_slots <= prefix_len:
-            raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
+        check_in(f"[1, {prefix_len}]", num_slots=num_slots)
         return num_slots
-    keep_ratio = finite("keep_ratio", keep_ratio)
-    if not 0 < keep_ratio <= 1:
-        raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
+    ratio = finite("keep_ratio", keep_ratio)
+    check_in("(0, 1]", keep_ratio=ratio)
     # rounded first, so that 0.1 * 30 = 3.0000000000000004 gives 3
-    return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
+    return max(1, math.ceil(float(f"{ratio * prefix_len:.12g}")))
 
 
 def is_between(trace: Trace, num_slots: int) -> bool:

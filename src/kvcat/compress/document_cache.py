@@ -143,9 +143,8 @@ def document_compressor(settings: CacheSettings) -> Compressor:
         raise InputError(
             f"{name} needs supervision reconstruction: the document alone leaves nothing to predict"
         )
-    protects = isinstance(settings, DocumentSettings) and settings.has_protection
-    if protects and not compressor.protects:
-        raise InputError(f"{name} protects no slots: leave out what is to be protected")
+    if isinstance(settings, DocumentSettings) and settings.has_protection:
+        compressor.check_protects()
     return compressor
 
 
