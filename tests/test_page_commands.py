@@ -27,6 +27,7 @@ PLUGINS = ("price-list", "strided,stride=2")
 FOREIGN_OPTIONS = {
     "--hf-overrides",
     "--kv-cache-dtype",
+    "--kv-cache-memory-bytes",
     "--gpu-memory-utilization",
     "--enforce-eager",
     "--block-size",
