@@ -32,6 +32,7 @@ from typing import Any
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
+from matplotlib.figure import Figure
 from named_models import add_model_option, parse_models
 from peers import LEARNING, method_of
 from PIL import Image
@@ -590,9 +591,22 @@ def plot(shown: dict[str, pd.DataFrame], names: dict[str, str]) -> bytes:
         ncols=2,
         fontsize="small",
     )
+    return as_png(figure, shown)
+
+
+def as_png(figure: Figure, shown: dict[str, pd.DataFrame]) -> bytes:
+    """A figure as PNG, with the hash of the numbers that it shows."""
     picture = io.BytesIO()
     figure.savefig(picture, dpi=150, metadata={"Description": fingerprint_of(shown)})
     return picture.getvalue()
+
+
+def shows(path: Path, shown: dict[str, pd.DataFrame]) -> bool:
+    """Whether a picture has been made of these numbers."""
+    if not path.exists():
+        return False
+    with Image.open(path) as picture:
+        return picture.info.get("Description") == fingerprint_of(shown)
 
 
 def different(records: Records, names: dict[str, str]) -> Iterator[tuple[Path, bytes]]:
@@ -607,11 +621,7 @@ def different(records: Records, names: dict[str, str]) -> Iterator[tuple[Path, b
             yield path, text.encode()
     plotted = {method: name for method, name in names.items() if method not in UNPLOTTED}
     shown = curves(records, plotted)
-    if not shown:
-        return
-    with Image.open(PICTURE) as picture:
-        is_same = picture.info.get("Description") == fingerprint_of(shown)
-    if not is_same:
+    if shown and not shows(PICTURE, shown):
         yield PICTURE, plot(shown, plotted)
 
 

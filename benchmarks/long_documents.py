@@ -19,13 +19,14 @@ number of Anna is 48213." It is compressed by every method to every --keep. One 
 Every cell is written to --out when it is measured, and the same command continues.
 
     python benchmarks/long_documents.py --collect OUT    # puts the records away
-    python benchmarks/long_documents.py --write          # the table of docs/long-documents.md
-    python benchmarks/long_documents.py --check          # exit code 1 if it is different
+    python benchmarks/long_documents.py --write          # docs/long-documents.md and its picture
+    python benchmarks/long_documents.py --check          # exit code 1 if they are different
 """
 
 import argparse
 import ctypes
 import gc
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -33,9 +34,20 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import matplotlib.pyplot as plt
+import numpy as np
 import pandas as pd
 import torch
-from leaderboard import RECORDS, ROOT, wrapped, write_or_check, write_table
+from leaderboard import (
+    MARKERS,
+    RECORDS,
+    ROOT,
+    as_png,
+    shows,
+    wrapped,
+    write_or_check,
+    write_table,
+)
 from named_models import NamedModel, add_record_options, for_each_model
 from peers import LEARNING
 from questions import DIGITS, LINE, NAMES, right
@@ -66,6 +78,7 @@ ONE_REPETITION = "one-repetition"
 TRUNCATED = "truncated"
 DENSE = "dense"
 PAGE = ROOT / "docs" / "long-documents.md"
+PICTURE = ROOT / "docs" / "long-documents.png"
 LABELS = {
     "attention-matching": "the default, repeated in parts",
     ONE_FIT: "the same, all parts fitted together",
@@ -318,9 +331,46 @@ def put_away(options: argparse.Namespace) -> None:
     write_json(RECORDS / "long.json", provenance() | {"command": command, "date": options.date})
 
 
-def page_table() -> str:
-    """Means over the documents of each length, from the records that are kept."""
+def summary() -> pd.DataFrame:
+    """Means over the documents of each model, length, method and size, from the records kept.
+
+    Right answers are those of the questions that the whole cache answers, with an interval over
+    documents.
+    """
     rows = pd.read_csv(RECORDS / "long.csv.gz")
+    means = []
+    for (model, tokens), of_length in rows.groupby(["model", "tokens"], sort=False):
+        dense = of_length[of_length["method"] == DENSE].set_index(["document", "question"])["right"]
+        for (method, keep), cell in of_length.groupby(["method", "keep"], sort=False):
+            if method == DENSE:
+                continue
+            whole = cell.drop_duplicates("document")
+            known = dense.loc[pd.MultiIndex.from_frame(cell[["document", "question"]])].to_numpy()
+            marks = cell["right"].to_numpy()[known == 1]
+            documents = cell["document"].to_numpy()[known == 1]
+            answered = share(marks.astype(float), list(map(str, documents)))
+            means.append(
+                {
+                    "model": model,
+                    "tokens": tokens,
+                    "documents": len(whole),
+                    "method": method,
+                    "keep": keep,
+                    "trace": (whole["trace"] / whole["reading"]).mean(),
+                    "fit": (whole["method_seconds"] / whole["reading"]).mean(),
+                    "memory": (whole["peak"] / whole["dense_bytes"]).mean(),
+                    "kl": whole["kl"].mean(),
+                    "right": marks.sum(),
+                    "asked": len(marks),
+                    "low": answered.low,
+                    "high": answered.high,
+                }
+            )
+    return pd.DataFrame(means).sort_values("tokens", kind="stable")
+
+
+def page_table() -> str:
+    """The summary as a table for each model."""
     facts = read_json(RECORDS / "long.json")
     about = (
         f"Made by `{facts['command']} --out OUT`, {facts['date']}, torch {facts['torch']}, "
@@ -330,38 +380,64 @@ def page_table() -> str:
         "loaded model, over the whole cache. Right: of the questions that the whole cache "
         "answers; the interval is over documents."
     )
-    lines = [
-        wrapped(about),
-        "",
-        "| tokens | documents | method | slots | trace | fit | memory | KL, nats | right |",
-        "|---" * 9 + "|",
-    ]
-    for tokens, of_length in rows.groupby("tokens"):
-        dense = of_length[of_length["method"] == DENSE].set_index(["document", "question"])["right"]
-        for (method, keep), cell in of_length.groupby(["method", "keep"], sort=False):
-            if method == DENSE:
-                continue
-            whole = cell.drop_duplicates("document")
-            known = dense.loc[pd.MultiIndex.from_frame(cell[["document", "question"]])].to_numpy()
-            marks = cell["right"].to_numpy()[known == 1]
-            answered = share(
-                marks.astype(float),
-                [str(number) for number in cell["document"].to_numpy()[known == 1]],
+    lines = [wrapped(about), ""]
+    for model, of_model in summary().groupby("model", sort=False):
+        lines += [
+            f"**{model}**",
+            "",
+            "| tokens | documents | method | slots | trace | fit | memory | KL, nats | right |",
+            "|---" * 9 + "|",
+        ]
+        for row in of_model.itertuples():
+            lines.append(
+                f"| {row.tokens:,} | {row.documents} | {LABELS.get(row.method, f'`{row.method}`')} "
+                f"| {100 * row.keep:g} % | {row.trace:.1f} | {row.fit:.1f} | {row.memory:.1f} "
+                f"| {row.kl:.4f} | {row.right} of {row.asked} "
+                f"[{100 * row.low:.0f}, {100 * row.high:.0f}] |"
             )
-            figures = [
-                f"{tokens:,}",
-                str(len(whole)),
-                LABELS.get(method, f"`{method}`"),
-                f"{100 * keep:g} %",
-                f"{(whole['trace'] / whole['reading']).mean():.1f}",
-                f"{(whole['method_seconds'] / whole['reading']).mean():.1f}",
-                f"{(whole['peak'] / whole['dense_bytes']).mean():.1f}",
-                f"{whole['kl'].mean():.4f}",
-                f"{marks.sum()} of {len(marks)} [{100 * answered.low:.0f}, "
-                f"{100 * answered.high:.0f}]",
-            ]
-            lines.append(f"| {' | '.join(figures)} |")
-    return "\n".join([*lines, ""])
+        lines.append("")
+    return "\n".join(lines)
+
+
+def picture(shown: pd.DataFrame) -> bytes:
+    """Right answers, time and memory against the tokens of the document, a row for each model.
+
+    The picture holds the hash of its numbers, by which it is checked.
+    """
+    models = list(shown["model"].unique())
+    figure, axes = plt.subplots(
+        len(models), 3, figsize=(10.5, 3.6 * len(models)), layout="constrained", squeeze=False
+    )
+    methods = list(shown["method"].unique())
+    for row, model in zip(axes, models, strict=True):
+        for index, method in enumerate(methods):
+            curve = shown[(shown["model"] == model) & (shown["method"] == method)]
+            value = curve["right"] / curve["asked"]
+            style = {
+                "label": LABELS.get(method, method),
+                "color": f"C{index}",
+                "marker": MARKERS[index],
+            }
+            row[0].errorbar(
+                curve["tokens"] * 1.01**index,  # side by side
+                100 * value,
+                yerr=100 * np.array([value - curve["low"], curve["high"] - value]),
+                capsize=2,
+                **style,
+            )
+            row[1].plot(curve["tokens"], curve["trace"] + curve["fit"], **style)
+            row[2].plot(curve["tokens"], curve["memory"], **style)
+        titles = ("right answers, per cent", "time, readings of the text", "memory, whole caches")
+        for axis, title in zip(row, titles, strict=True):
+            ticks = sorted(shown["tokens"].unique())
+            axis.set(xscale="log", title=title, xlabel=f"tokens of the document ({model})")
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axis.minorticks_off()
+            axis.set_ylim(bottom=0)
+            axis.grid(alpha=0.3)
+    handles = axes[0, 0].get_legend_handles_labels()
+    figure.legend(*handles, loc="outside lower center", ncols=3, fontsize="small")
+    return as_png(figure, {"": shown})
 
 
 def main() -> None:
@@ -388,6 +464,12 @@ def main() -> None:
         put_away(options)
     if options.write or options.check:
         write_or_check(PAGE, {"long": page_table()}, options)
+        shown = summary()
+        if not shows(PICTURE, {"": shown}):
+            print(PICTURE.relative_to(ROOT))
+            if not options.write:
+                sys.exit(1)
+            PICTURE.write_bytes(picture(shown))
 
 
 if __name__ == "__main__":

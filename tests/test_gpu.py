@@ -11,8 +11,8 @@ from kvcat.attention import attend
 from kvcat.compress import parse_method, seeded_compressor
 from kvcat.evals import evaluate
 from kvcat.evals.answers import greedy_answers
-from kvcat.evals.evaluations.needle import make_task as make_needles
-from kvcat.evals.evaluations.suffix import make_task
+from kvcat.evals.evaluations.needle import Needle
+from kvcat.evals.evaluations.suffix import Suffix
 from kvcat.training.loop import train
 from kvcat.training.objective import Objective
 from naive import normal
@@ -93,10 +93,10 @@ def test_evaluations_give_the_processors_scores(models, tmp_path):
     tokenizer = kvcat.load("kvcat-base")[1]
     options = {"prefix": 64, "suffix": 32, "windows": 2, "per_document": 2}
     halves, again = (
-        make_task(tokenizer, "installed", "test", supervision=name, **options)
+        Suffix.task(tokenizer, supervision=name, **options)
         for name in ("first-half", "reconstruction")
     )
-    needles = make_needles(tokenizer, length=96, per_depth=1)
+    needles = Needle.task(tokenizer, length=96, per_depth=1)
     for number, task in enumerate((halves, again, needles)):
         scores = []
         for model in models:

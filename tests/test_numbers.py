@@ -10,6 +10,7 @@ import kvcat
 from kvcat.compress.compare import smallest_cache
 from kvcat.compress.solvers import fit_log_bias
 from kvcat.corpus import CorpusSettings
+from kvcat.errors import check_in
 from kvcat.losses import budget_loss
 from kvcat.models.masked_pass import MaskedPass
 from kvcat.policies import RandomPolicy, Router
@@ -114,6 +115,23 @@ def test_a_value_that_is_no_finite_number_is_rejected_and_one_of_numpy_is_as_one
             assert repr(value) in refusal(call, value), name
         with without_type_checks():
             call(np.float64(number))
+
+
+@pytest.mark.parametrize(
+    ("interval", "inside", "outside", "wanted"),
+    [
+        ("(0, 1]", [1e-9, 1], [0, -1, 1.01], "in (0, 1]"),
+        ("(0, 1)", [0.5], [0, 1], "in (0, 1)"),
+        ("[2, 9]", [2, 9], [1, 10], "in [2, 9]"),
+        ("[0, inf)", [0, 1e300], [-1e-9], "at least 0"),
+        ("(0, inf)", [1e-9, 1e300], [0, -1], "larger than 0"),
+    ],
+)
+def test_a_number_outside_an_interval_is_named_with_it(interval, inside, outside, wanted):
+    for value in inside:
+        check_in(interval, share=value)
+    for value in outside:
+        assert refusal(check_in, interval, share=value) == f"share must be {wanted}, not {value}"
 
 
 @without_type_checks()

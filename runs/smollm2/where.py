@@ -33,7 +33,7 @@ import kvcat
 from kvcat.cache import CompactCache, CompactLayer
 from kvcat.compress import Trace, make_compressor
 from kvcat.errors import run_script
-from kvcat.evals.evaluations.suffix import Window, make_task
+from kvcat.evals.evaluations.suffix import Suffix, Window
 from kvcat.models import capture
 from kvcat.stats.intervals import ClusterBootstrap
 
@@ -220,7 +220,7 @@ def main() -> None:
         "suffix": options.suffix,
         "per_document": options.per_document,
     }
-    task = make_task(tokenizer, options.data, "all", windows=options.windows, **drawn)
+    task = Suffix.task(tokenizer, options.data, split="all", windows=options.windows, **drawn)
     records = []
     with open(options.out, "w", encoding="utf-8") as file:
         for record in measure([control, trained], list(task.examples), options):

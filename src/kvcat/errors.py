@@ -75,6 +75,27 @@ def check_least(least: int, **settings: int) -> None:
             raise InputError(f"{name} is {value}; it must be at least {least}")
 
 
+def check_in(interval: str, **settings: Any) -> None:
+    """Raise an ``InputError`` for a setting that is not a number in an interval.
+
+    Args:
+        interval: such as "(0, 1]" or "[0, inf)"; infinity itself is never in it.
+        settings: values by name.
+    """
+    low, high = (float(end) for end in interval[1:-1].split(","))
+    if math.isinf(high):
+        wanted = f"at least {low:g}" if interval[0] == "[" else f"larger than {low:g}"
+    else:
+        wanted = f"in {interval}"
+    for name, value in settings.items():
+        number = finite(name, value)
+        is_open_end = (interval[0] == "(" and number == low) or (
+            interval[-1] == ")" and number == high
+        )
+        if not low <= number <= high or is_open_end:
+            raise InputError(f"{name} must be {wanted}, not {value}")
+
+
 def check_kind(kind: type | tuple[type, ...], wanted: str, **arguments: Any) -> None:
     """Raise an ``InputError`` for an argument of another type.
 

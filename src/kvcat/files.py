@@ -370,6 +370,22 @@ def parse_jsonl(content: bytes, path: Path | str) -> list[dict[str, Any]]:
     return records
 
 
+def check_format(name: object, file_format: object, known: object, remedy: str) -> None:
+    """Raise an ``InputError`` for a file of a format that this version does not read.
+
+    Args:
+        name: of the file or folder.
+        file_format: the one that it names.
+        known: the format that is read.
+        remedy: what to do.
+    """
+    if file_format != known:
+        raise InputError(
+            f"{name} has format {str(file_format)[:80]}, and this version of kvcat reads {known}: "
+            f"{remedy}"
+        )
+
+
 def check_record(types: Mapping[str, tuple[type, ...]], record: Mapping[str, Any]) -> None:
     """Raise a ``ValueError`` for a record that lacks an entry, has another one or a wrong type.
 

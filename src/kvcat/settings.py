@@ -8,7 +8,7 @@ from typing import Annotated, Any, get_args
 
 import tyro
 
-from kvcat.errors import InputError, check_least, check_one_of, finite, whole
+from kvcat.errors import InputError, check_in, check_least, check_one_of, finite, whole
 from kvcat.option_types import (
     CacheBits,
     Count,
@@ -27,6 +27,8 @@ DEFAULT_METHOD = "attention-matching"
 """The method if none is named."""
 DEFAULT_KEEP = 0.2
 """Fraction of the slots that is kept if no size is given."""
+DEFAULT_BITS = 8
+"""Bits of keys and values if neither bits nor a size in bytes is given."""
 _KEEP_HELP = f"Fraction of the KV slots to KEEP, in (0, 1]; {DEFAULT_KEEP} if no size is given."
 
 
@@ -38,8 +40,8 @@ class CacheSettings:
         method: NAME or NAME,option=value,...; docs/compress.md describes the options.
         keep_ratio: Fraction of the KV slots to keep, in (0, 1]; a fifth if no size is given.
         num_slots: Instead of --keep: number of slots per layer and head.
-        bits: Bits of keys and values; 16: the type of the model; auto: 16 or, for a
-            size in bytes, as few as are best for it.
+        bits: Bits of keys and values; 16: the type of the model; auto: 8 or, for a
+            size in bytes, 8 or 4, as is best for it.
         supervision: Queries that caches are fitted to: those of the text repeated after an
             instruction (reconstruction), or those of the text itself (self).
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
@@ -64,8 +66,8 @@ class CacheSettings:
         sizes = [name for name in self._size_names if getattr(self, name) is not None]
         if len(sizes) > 1:
             raise InputError(f"give one of {' and '.join(sizes)}")
-        if self.keep_ratio is not None and not 0 < finite("keep_ratio", self.keep_ratio) <= 1:
-            raise InputError(f"keep_ratio must be in (0, 1], not {self.keep_ratio}")
+        if self.keep_ratio is not None:
+            check_in("(0, 1]", keep_ratio=self.keep_ratio)
         least = {"num_slots": 1, "room": 0, "seed": 0}
         for name, smallest in least.items():
             number = getattr(self, name)
@@ -134,19 +136,16 @@ class DocumentSettings(CacheSettings):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.max_kl is not None and finite("max_kl", self.max_kl) < 0:
-            raise InputError(f"max_kl must be at least 0 nats per token, not {self.max_kl}")
-        if self.max_megabytes is not None and finite("max_megabytes", self.max_megabytes) <= 0:
-            raise InputError(f"max_megabytes must be above 0, not {self.max_megabytes}")
+        if self.max_kl is not None:
+            check_in("[0, inf)", max_kl=self.max_kl)
+        if self.max_megabytes is not None:
+            check_in("(0, inf)", max_megabytes=self.max_megabytes)
         if self.protect is not None:
             check_one_of("protect", self.protect, get_args(Protect))
             if not self.chat:
                 raise InputError(
                     "protect system needs chat: only a chat template has a system turn"
                 )
-        _, options = self.method_options()
-        if self.has_protection and "bits" in options:
-            raise InputError(f"protected slots are exact, not in {options['bits']} bits")
 
     @property
     def has_protection(self) -> bool:
@@ -197,8 +196,7 @@ class Sampling:
             raise InputError(
                 f"temperature is {self.temperature:g}; it must be 0, or lie in [0.001, 1000]"
             )
-        if not 0 < finite("top_p", self.top_p) <= 1:
-            raise InputError(f"top_p is {self.top_p:g}; it must lie in (0, 1]")
+        check_in("(0, 1]", top_p=self.top_p)
         check_least(1, max_new_tokens=self.max_new_tokens)
         if "" in self.stop or len(self.stop) > MOST_STOPS:
             raise InputError(f"stop texts must not be empty, and at most {MOST_STOPS}")

@@ -3,12 +3,13 @@
 import long_documents
 import pandas as pd
 import pytest
-from leaderboard import RECORDS, with_tables
+from leaderboard import RECORDS, shows, with_tables
 
 
 def test_the_page_shows_the_records():
     page = long_documents.PAGE.read_text(encoding="utf-8")
     assert with_tables(page, {"long": long_documents.page_table()}) == page
+    assert shows(long_documents.PICTURE, {"": long_documents.summary()})
 
 
 def test_a_row_counts_the_answers_that_the_whole_cache_has_right():

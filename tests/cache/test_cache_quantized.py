@@ -201,6 +201,9 @@ def test_what_cannot_be_packed_is_rejected():
         ("counts", lambda x: x * 0, "no slot"),
         ("counts", lambda x: x + 300, "slots for a prefix"),
         ("first_keys", None, "no first_keys"),
+        ("first_keys", lambda x: x[:-1], "first_keys have shape"),
+        ("first_keys", lambda x: x.int(), "int32"),
+        ("first_keys", lambda x: x.repeat(2, 1), "a head has 1 slots, and 2 first ones"),
         ("keys", lambda _: torch.zeros(2), "which no cache"),
     ],
 )

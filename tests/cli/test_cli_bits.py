@@ -1,10 +1,14 @@
 """compress --bits and --mb; info and generate with caches in few bits."""
 
-import pytest
+from dataclasses import replace
 
+import pytest
+import torch
+
+from kvcat import DocumentSettings, compress_document, load
 from kvcat.cache import CompactCache
 from kvcat.cli.app import run
-from tiny import sentences
+from tiny import refusal, sentences
 
 DOCUMENT = "".join(sentences(4, seed=7))
 
@@ -55,9 +59,36 @@ def test_a_size_in_bytes_is_an_upper_bound(bits, tiny_folder, document):
     assert str(cache.bits) == {"auto": "8", "16": "None"}.get(bits, bits)
 
 
-def test_a_gradient_run_in_few_bits_is_rounded_at_its_end(tiny_folder, document):
-    options = ("--method", "gradient,num_steps=2", "--bits", 8)
-    assert str(CompactCache.load(compress(tiny_folder, document, *options)).bits) == "8"
+@pytest.mark.parametrize(
+    "options",
+    [
+        (),
+        ("--keep", 1),
+        ("--max-kl", 0.5),
+        ("--method", "gradient,num_steps=2"),
+        ("--method", "snapkv", "--supervision", "self"),
+    ],
+)
+def test_a_file_is_in_8_bits_unless_a_number_of_bits_is_given(options, tiny_folder, document):
+    loaded = CompactCache.load(compress(tiny_folder, document, *options))
+    assert loaded.bits == 8
+    plain = compress(tiny_folder, document, *options, "--bits", 16, "--overwrite")
+    plain = CompactCache.load(plain)
+    assert plain.bits is None
+    assert loaded.nbytes < plain.nbytes
+
+
+def test_what_does_not_fit_in_8_bits_keeps_its_numbers_unless_bits_are_asked_for(tiny_folder):
+    model, tokenizer = load(tiny_folder)
+    with torch.no_grad():  # float16, the type of scales, ends at 65,504
+        model.model.layers[0].self_attn.v_proj.weight.mul_(1e8)
+    for method in ("attention-matching", "gradient,num_steps=1"):
+        settings = DocumentSettings(method=method, num_slots=5)
+        cache = compress_document(model, tokenizer, DOCUMENT, settings)
+        assert cache.bits is None
+        wanted = replace(settings, bits="8")
+        message = refusal(compress_document, model, tokenizer, DOCUMENT, wanted)
+        assert "do not fit" in message
 
 
 @pytest.mark.parametrize(
@@ -81,7 +112,7 @@ def test_mistakes_are_one_line(options, reason, tiny_folder, document, capsys):
 
 
 def test_packed_answers_need_a_cache_in_few_bits(tiny_folder, document, capsys):
-    output = compress(tiny_folder, document)
+    output = compress(tiny_folder, document, "--bits", 16)
     asked = ("--prompt", "the cat", "--packed")
     assert kvcat("generate", tiny_folder, "--cache", output, *asked) == 2
     assert "is not in 8 or 4 bits" in capsys.readouterr().err

@@ -83,7 +83,8 @@ def stock_answer(folder, text, tokens=8):
 def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat_template(
     chat, tiny_folder, document, capsys
 ):
-    cache = compress(tiny_folder, document, "--keep", 1, *(["--chat"] if chat else []))
+    options = ["--keep", 1, "--bits", 16, *(["--chat"] if chat else [])]
+    cache = compress(tiny_folder, document, *options)
     text = f"<user>{DOCUMENT}\n\nthe cat</user><assistant>" if chat else f"{DOCUMENT}the cat"
     assert (
         answer(capsys, tiny_folder, cache, "--prompt", "the cat")
@@ -120,7 +121,7 @@ def test_answers_are_greedy_whatever_the_folder_sets_and_what_is_left_out_is_nam
     if "use_cache" in settings:
         config = json.loads((folder / "config.json").read_text())
         (folder / "config.json").write_text(json.dumps({**config, "use_cache": False}))
-    cache = compress(folder, tmp_path / "doc.txt", "--keep", 1)
+    cache = compress(folder, tmp_path / "doc.txt", "--keep", 1, "--bits", 16)
     capsys.readouterr()
     assert generate(folder, cache, "--prompt", "the cat") == 0
     output = capsys.readouterr()
@@ -163,13 +164,13 @@ def test_a_protected_passage_stays_exact_and_one_that_does_not_occur_is_rejected
     cache = compress(tiny_folder, document, "--keep", 0.5, "--protect-text", passage)
     loaded = CompactCache.load(cache)
     ((start, stop),) = [map(int, loaded.metadata["protected"].split(":"))]
-    whole = compress(tiny_folder, document, "--keep", 1, "--overwrite")
+    assert loaded.bits == 8
+    whole = compress(tiny_folder, document, "--keep", 1, "--bits", 16, "--overwrite")
     for layer, dense in zip(loaded.layers, CompactCache.load(whole).layers, strict=True):
         for head in range(2):
             kept = layer.head(0, head).keys[: stop - start]
             assert torch.equal(kept, dense.keys[0, head, start:stop])
     command = ["compress", tiny_folder, "--text", document, "-o", tmp_path / "c", "--protect-text"]
-    assert "bits" in mistake(*command, passage, "--bits", "8")
     passage.write_text("no such text")
     assert "is not in the document" in mistake(*command, passage)
     assert "protect system needs chat" in mistake(*command[:-1], "--protect", "system")

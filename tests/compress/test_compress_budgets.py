@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from structured_heads import head_batch, structured_head
 
 from kvcat.compress.budgets import (
-    NUM_QUERIES,
     add_peaks,
     allocate,
     error_curves,
@@ -18,7 +17,12 @@ from kvcat.compress.budgets import (
     share_out,
     slot_sizes,
 )
-from kvcat.compress.head_attention import dense_attention
+from kvcat.compress.head_attention import NUM_SAMPLED, dense_attention
+
+
+def curves(batch, sizes, ridge):
+    """The error curve of each head of a batch."""
+    return error_curves(dense_attention(batch).sampled(batch, max(sizes)), sizes, ridge)
 
 
 def ridge_error(batch, num_slots, ridge):
@@ -39,7 +43,7 @@ def ridge_error(batch, num_slots, ridge):
 
 def test_a_curve_is_the_ridge_regression_on_the_dense_weights_of_the_first_slots():
     batch = structured_head(prefix=40, queries=60, dim=8)
-    (curve,) = error_curves(batch, dense_attention(batch), [7, 1, 30, 99], ridge=1e-2)
+    (curve,) = curves(batch, [7, 1, 30, 99], ridge=1e-2)
     assert list(curve) == [1, 7, 30, 40]
     for count, error in curve.items():
         assert error == pytest.approx(ridge_error(batch, count, 1e-2), rel=1e-3, abs=1e-9)
@@ -50,14 +54,14 @@ def test_a_curve_draws_supervising_queries_apart_from_the_many_of_the_prefix():
     drawn: the curve must be that of all queries. One draw from all would have about nine
     supervising ones."""
     supervising = structured_head(prefix=40, queries=100, dim=8)
-    repeated = supervising.queries[:, :1].expand(-1, 10 * NUM_QUERIES, -1)
+    repeated = supervising.queries[:, :1].expand(-1, 10 * NUM_SAMPLED, -1)
     queries = torch.cat([supervising.queries, repeated], dim=1)
     weights = torch.ones(1, queries.shape[1])
     weights[:, :100] = 3.0
     batch = head_batch(queries, supervising.keys, supervising.values, weights)
     batch = replace(batch, num_supervising=100)
     ridge = 1e-2
-    (curve,) = error_curves(batch, dense_attention(batch), [1, 7, 30], ridge)
+    (curve,) = curves(batch, [1, 7, 30], ridge)
     for count, error in curve.items():
         assert error == pytest.approx(ridge_error(batch, count, ridge), rel=1e-3, abs=1e-9)
 
@@ -67,14 +71,12 @@ def test_the_queries_of_a_curve_are_a_fair_sample_of_rows_in_which_query_heads_t
     """In one head of ``period`` the queries attend to random keys, in the others to one key; the
     sample has both kinds."""
     draw = torch.Generator().manual_seed(0)
-    rows = 9 * NUM_QUERIES
+    rows = 9 * NUM_SAMPLED
     queries = 8 * torch.eye(8)[torch.randint(8, (1, rows), generator=draw)]
     queries[:, torch.arange(rows) % period != 1] = 8 * torch.eye(8)[0]
     states = torch.eye(8)[None], torch.randn(1, 8, 4, generator=draw)
     batches = [head_batch(queries, *states), head_batch(queries[:, 1::period], *states)]
-    (sampled,), (alone,) = (
-        error_curves(batch, dense_attention(batch), [1], 1e-2) for batch in batches
-    )
+    (sampled,), (alone,) = (curves(batch, [1], 1e-2) for batch in batches)
     assert 1 / 3 < sampled[1] / alone[1] < 3
 
 
@@ -89,7 +91,7 @@ def test_a_curve_needs_no_ridge_that_single_precision_can_hold(ridge):
     drawn = torch.randperm(4096, generator=torch.Generator().manual_seed(0))[:5]
     for weights in (torch.ones_like(factors), factors.index_fill(1, drawn, 1.0)):
         batch = head_batch(queries, alike.keys, alike.values, weights)
-        (curve,) = error_curves(batch, dense_attention(batch), [1, 4, 30, 60], ridge)
+        (curve,) = curves(batch, [1, 4, 30, 60], ridge)
         errors = torch.tensor(list(curve.values()))
         assert ((errors >= 0) & (errors < 2 * 128 * 60)).all()
         assert errors[-1] < 1e-2 * errors[0]

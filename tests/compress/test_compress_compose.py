@@ -260,9 +260,12 @@ def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     slots = torch.zeros(3, 4)
     ascending = [[HeadSlots(slots, slots, positions=torch.tensor([0, 1, 5]))]]
     protected_first = [[HeadSlots(slots, slots, positions=torch.tensor([5, 0, 1]))]]
-    assert count_before(first_slots([ascending]), 2, [ONE_HEAD])[0].item() == 2
-    assert first_slots([ascending, protected_first]) == ()
-    assert first_slots([ascending, [[HeadSlots(slots, slots)]]]) == ()
+    for layers, num_protected in (([ascending], 0), ([ascending, protected_first], 1)):
+        recorded = first_slots(layers, num_protected)
+        counts = count_before(recorded, 2, [ONE_HEAD for _ in layers])
+        assert [count.item() for count in counts] == [2 for _ in layers]
+    assert first_slots([ascending, protected_first], 0) == ()
+    assert first_slots([ascending, [[HeadSlots(slots, slots)]]], 0) == ()
 
 
 def test_caches_in_few_bits_are_unpacked_and_know_the_slots_of_their_first_tokens(double, pair):
@@ -303,6 +306,24 @@ def test_a_cache_of_one_in_few_bits_and_more_knows_the_slots_of_its_first_tokens
             assert torch.equal(layer.counts, layer_like.counts)
         logits = [kvcat.replay(double, cache, QUESTION) for cache in (composed, expected)]
         assert (logits[0] - logits[1]).abs().mean() < 0.1 * logits[1].std()
+
+
+@pytest.mark.parametrize("protect", [[(0, 3)], [(8, 12)], [(2, 5), (8, 12)]])
+def test_a_document_in_few_bits_composes_without_the_protected_slots_of_its_first_tokens(
+    double, pair, protect
+):
+    plain = kvcat.Eviction("streaming")(pair[1], num_slots=14, protect=protect)
+    first = kvcat.Eviction("streaming")(pair[0], num_slots=9)
+    for seam_tokens in (0, 4, 16):
+        options = {"seam_tokens": seam_tokens}
+        composed = kvcat.compose(double, [first, plain.quantize(8)], **options)
+        expected = kvcat.compose(double, [first, plain], **options)
+        for layer, like in zip(composed.layers, expected.layers, strict=True):
+            for name in ("keys", "values"):
+                step = getattr(like, name).abs().max() / 100
+                torch.testing.assert_close(
+                    getattr(layer, name), getattr(like, name), rtol=0, atol=step.item()
+                )
 
 
 def test_a_composed_cache_is_saved_loaded_and_composed_again(double, pair, tmp_path):

@@ -128,7 +128,8 @@ def test_drawn_queries_attend_again_as_when_the_slots_of_a_part_were_ordered(
     monkeypatch.setattr(fitted_rows, "FITTED_PER_SLOT", 1.0)
     monkeypatch.setattr("kvcat.compress.budgets.PEAK_RATIO", 1.0)
     again = AttentionMatching()(in_parts, num_slots=9)
-    # their attention is kept, not only the choice of queries
+    # their attention is kept, not only the choice of queries, and with all its digits
+    monkeypatch.setattr(DenseAttention, "in_16_bits", lambda attention: attention)
     monkeypatch.setattr(DenseAttention, "order_alone", lambda attention: attention)
     kept = AttentionMatching()(in_parts, num_slots=9)
     for ours, theirs in zip(again.layers, kept.layers, strict=True):
@@ -137,6 +138,22 @@ def test_drawn_queries_attend_again_as_when_the_slots_of_a_part_were_ordered(
                 torch.testing.assert_close(our_head.keys, their_head.keys)
                 torch.testing.assert_close(our_head.log_bias, their_head.log_bias)
                 torch.testing.assert_close(our_head.values, their_head.values)
+
+
+def test_outputs_that_wait_for_the_fit_in_16_bits_move_the_fitted_values_as_little(
+    in_parts, monkeypatch
+):
+    rounded = AttentionMatching()(in_parts, num_slots=9)
+    monkeypatch.setattr(DenseAttention, "in_16_bits", lambda attention: attention)
+    exact = AttentionMatching()(in_parts, num_slots=9)
+    for ours, theirs in zip(rounded.layers, exact.layers, strict=True):
+        assert torch.equal(ours.counts, theirs.counts)
+        values, wanted = (
+            torch.cat([head.values for row in layer.heads() for head in row])
+            for layer in (ours, theirs)
+        )
+        change = (values - wanted).norm() / wanted.norm()
+        assert 0 < change < 2**-8
 
 
 def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_of_24, monkeypatch):

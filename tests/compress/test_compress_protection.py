@@ -10,8 +10,11 @@ import torch
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import example as with_example
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from test_compress_contract import RAGGED, ROWS, table
 
+from kvcat.attention.fast import attend_ragged
+from kvcat.cache import CompactCache
 from kvcat.compress import (
     Eviction,
     KVPress,
@@ -23,7 +26,7 @@ from kvcat.compress import (
 from kvcat.compress.prefix import Prefix, joined_ranges, protecting
 from kvcat.compress.queries import fitted_queries
 from kvcat.errors import InputError
-from tiny import WORDS, byte_tokenizer, refusal
+from tiny import WORDS, byte_tokenizer, loud_model, refusal
 
 RANGES = [(0, 2), (20, 23)]
 POSITIONS = torch.tensor([0, 1, 20, 21, 22])
@@ -46,22 +49,17 @@ def assert_protected(cache, traced, positions, *, rtol=0.0):
                 assert bias is None or not bias[:count].any()
 
 
-@pytest.mark.parametrize("slots", [5, 6, 48])
-def test_protected_slots_in_few_bits_are_rejected_at_every_size(traced, slots):
-    method = make_compressor("snapkv", bits=8)
-    message = refusal(method, traced, num_slots=slots, protect=RANGES)
-    assert message == "protected slots are exact, not in 8 bits: leave out bits"
-    message = refusal(lambda: list(method.each(protecting(traced, RANGES), [slots / 48])))
-    assert message == "protected slots are exact, not in 8 bits: leave out bits"
-
-
+@pytest.mark.parametrize("bits", [None, 8])
 @table([*ROWS, *RAGGED])
 def test_every_compressor_keeps_protected_slots_exactly_and_inside_its_budget(
-    traced, name, options
+    traced, name, options, bits
 ):
     method = make_compressor(name, **options)
+    if bits is not None:
+        method = method.in_bits(bits)
     for slots in (5, 6, 48):
         cache = method(traced, num_slots=slots, protect=RANGES)
+        assert cache.bits == bits
         assert_protected(cache, traced, POSITIONS)
         counts = torch.cat([layer.counts.flatten() for layer in cache.layers])
         assert counts.sum() == slots * len(counts)
@@ -204,13 +202,112 @@ def test_a_grown_cache_protects_the_same_tokens_again_and_new_ones(double, windo
     assert "protect=0:3 of the 32 tokens in the compact cache, which protects 0:2,20:23" in message
 
 
-def test_protected_slots_and_few_bits_are_rejected(traced):
-    packed = make_compressor("attention-matching", bits=4)
-    assert "protected slots are exact, not in 4 bits" in refusal(
-        packed, traced, num_slots=9, protect=RANGES
-    )
-    cache = make_compressor("streaming")(traced, num_slots=9, protect=RANGES)
-    assert "protected slots, which quantisation would round" in refusal(cache.quantize, 8)
+def numbers_of_file(path, layer):
+    """Keys, values and log-bias of every head of a layer, from the bytes of a file in 8 bits.
+
+    A head has at most 64 slots in codes, which share the scales of their keys.
+    """
+    tensors = load_file(path)
+    prefix = f"layers.{layer}."
+    of_layer = {
+        name.removeprefix(prefix): tensor
+        for name, tensor in tensors.items()
+        if name.startswith(prefix)
+    }
+    counts = of_layer["counts"].flatten().tolist()
+    num_first = len(of_layer["first_keys"]) // len(counts)
+    first, packed, groups, slots = 0, 0, 0, 0
+    for count in counts:
+        exact = slice(first, first + num_first)
+        coded = slice(packed, packed + count - num_first)
+        states = []
+        for name in ("key", "value"):
+            codes = of_layer[f"{name}_codes"][coded].double()
+            rows = slice(groups, groups + bool(len(codes))) if name == "key" else coded
+            scales = of_layer[f"{name}_scales"][rows].double()
+            numbers = of_layer[f"{name}_offsets"][rows].double() + scales * codes
+            states.append(torch.cat([of_layer[f"first_{name}s"][exact].double(), numbers]))
+        yield *states, of_layer["half_bias"][slots : slots + count].double()
+        first, packed, slots = exact.stop, coded.stop, slots + count
+        groups += bool(count > num_first)
+
+
+@pytest.mark.parametrize("budgets", ["adaptive", "equal"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_file_in_8_bits_attends_with_exact_protected_slots_and_the_numbers_of_its_codes(
+    windows, tmp_path, dtype, budgets
+):
+    traced = trace(loud_model(dtype=dtype), windows, 48)
+    method = make_compressor("attention-matching", bits=8, budgets=budgets)
+    made = method(traced, num_slots=16, protect=RANGES)
+    made.save(tmp_path / "doc")
+    cache = CompactCache.load(tmp_path / "doc", traced.model)
+    assert cache.nbytes == made.nbytes
+    assert cache.record == made.record
+    assert_protected(cache, traced, POSITIONS)
+    cache.to(dtype=torch.float16).save(tmp_path / "half")  # another type loses nothing
+    again = CompactCache.load(tmp_path / "half")
+    assert again.dtype == torch.float16
+    assert_protected(again.to(dtype=dtype), traced, POSITIONS)
+    draw = torch.Generator().manual_seed(0)
+    for number, layer in enumerate(cache.layers):
+        batch, kv_heads = layer.counts.shape
+        keys, values = traced.keys[number], traced.values[number]
+        q = torch.randn(batch, 2 * kv_heads, 3, keys.shape[-1], generator=draw).to(dtype)
+        k = torch.randn(batch, kv_heads, 3, keys.shape[-1], generator=draw).to(dtype)
+        v = torch.randn(batch, kv_heads, 3, values.shape[-1], generator=draw).to(dtype)
+        out = attend_ragged(q, k, v, layer.example, torch.arange(batch), None, scale=0.3)
+        for place, slots in enumerate(numbers_of_file(tmp_path / "doc", number)):
+            example, head = divmod(place, kv_heads)
+            of_keys, of_values, bias = slots
+            of_keys[:5] = keys[example, head, POSITIONS].double()
+            of_values[:5] = values[example, head, POSITIONS].double()
+            of_keys = torch.cat([of_keys, k[example, head].double()])
+            of_values = torch.cat([of_values, v[example, head].double()])
+            for query in range(3):
+                for query_head in (2 * head, 2 * head + 1):
+                    scores = of_keys @ q[example, query_head, query].double() * 0.3
+                    scores[: len(bias)] += bias
+                    weights = scores[: len(bias) + query + 1].exp()
+                    expected = weights @ of_values[: len(weights)] / weights.sum()
+                    torch.testing.assert_close(
+                        out[example, query_head, query].double(),
+                        expected,
+                        rtol=0,
+                        atol=1e-5 if dtype == torch.float32 else 0.03,
+                    )
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_unprotected_slots_are_within_half_a_step_of_those_that_are_not_rounded(traced, bits):
+    options = {"num_slots": 16, "protect": RANGES}
+    plain = Eviction("streaming")(traced, **options)
+    for packed in (plain.quantize(bits), Eviction("streaming", bits=bits)(traced, **options)):
+        assert_protected(packed, traced, POSITIONS)
+        for layer, exact in zip(packed.layers, plain.layers, strict=True):
+            for head in range(2):
+                made, wanted = layer.head(1, head), exact.head(1, head)
+                # the first slot that is not protected has no codes
+                assert torch.equal(made.keys[5], wanted.keys[5].half().float())
+                for states, like, dim in (
+                    (made.keys[6:], wanted.keys[6:], 0),
+                    (made.values[6:], wanted.values[6:], 1),
+                ):
+                    step = (like.amax(dim, True) - like.amin(dim, True)) / (2**bits - 1)
+                    # the grid's ends are in half precision
+                    rounding = like.abs().amax() * 2**-10
+                    assert ((states - like).abs() <= 0.5 * step + rounding).all()
+
+
+def test_a_cache_in_few_bits_grows_and_keeps_its_protected_slots(double, windows):
+    method = make_compressor("attention-matching", bits=8)
+    cache = method(trace(double, windows, 32), num_slots=9, protect=RANGES)
+    exact = trace(double, windows, 32)
+    for prefix_len in (40, 48):
+        grown = trace(double, windows, prefix_len, past=cache)
+        cache = method(grown, num_slots=12, protect=RANGES)
+        assert cache.bits == 8
+        assert_protected(cache, exact, POSITIONS)
 
 
 SYSTEM = (

@@ -9,7 +9,6 @@ from kvcat.cache import CompactCache, Grid, HeadSlots, QuantizedLayer, round_val
 from kvcat.cache.codes import PackedHead, round_keys
 from kvcat.compress import (
     AttentionMatching,
-    Eviction,
     GradientCompression,
     compare,
     make_compressor,
@@ -18,6 +17,7 @@ from kvcat.compress import (
     supervised_kl,
     trace,
 )
+from kvcat.compress.prefix import protecting
 from kvcat.compress.rounding import RoundedHeads, round_keys_together, round_values_together
 from tiny import loud_model, refusal
 
@@ -162,15 +162,21 @@ def test_without_bits_the_dense_cache_is_returned_unchanged(traced):
 
 
 @pytest.mark.parametrize(
-    ("method", "options"),
-    [("snapkv", {"window": 8}), ("h2o", {}), ("keynorm", {}), ("random", {"seed": 1})],
+    ("method", "options", "bits"),
+    [
+        ("snapkv", {"window": 8}, 4),
+        ("h2o", {}, 4),
+        ("keynorm", {}, 4),
+        ("random", {"seed": 1}, 4),
+        ("attention-matching", {}, 8),
+    ],
 )
-def test_eviction_in_few_bits_is_its_cache_rounded(traced, method, options):
+def test_eviction_in_few_bits_and_a_fit_in_8_are_the_cache_rounded(traced, method, options, bits):
     sizes = [0.2, 0.5]
-    packed = make_compressor(method, bits=4, **options).each(traced, sizes)
-    plain = Eviction(method, **options).each(traced, sizes)
+    packed = make_compressor(method, bits=bits, **options).each(traced, sizes)
+    plain = make_compressor(method, **options).each(traced, sizes)
     for cache, other in zip(packed, plain, strict=True):
-        expected = other.quantize(4)
+        expected = other.quantize(bits)
         for layer, wanted in zip(cache.layers, expected.layers, strict=True):
             assert torch.equal(layer.key_codes, wanted.key_codes)
             assert torch.equal(layer.value_codes, wanted.value_codes)
@@ -216,8 +222,10 @@ def test_heads_that_do_not_fill_bytes_are_rejected_before_the_fit(windows):
 
 
 @pytest.mark.parametrize("bits", [None, 8, FOUR])
-@pytest.mark.parametrize("num_bytes", [3_000, 6_000, 20_000])
-def test_a_number_of_bytes_is_kept_and_nearly_used(traced, bits, num_bytes):
+@pytest.mark.parametrize("num_bytes", [6_000, 8_000, 20_000])
+@pytest.mark.parametrize("protect", [[], [(0, 2), (7, 10)]])
+def test_a_number_of_bytes_is_kept_and_nearly_used(traced, bits, num_bytes, protect):
+    traced = protecting(traced, protect)
     slots, chosen = slots_and_bits(traced, num_bytes, [bits])
     assert chosen == bits
     method = AttentionMatching() if bits is None else AttentionMatching(bits=bits)

@@ -134,7 +134,7 @@ def test_a_trace_in_chunks_is_that_of_one_forward_and_holds_no_more_than_its_ten
 def test_traces_that_cannot_be_are_rejected(model, windows):
     for tokens, prefix_len, options, message in (
         (64, None, {}, "prefix_len is missing"),
-        (64, 64, {}, r"prefix_len must be in \[1, 63\] for 64 tokens, not 64"),
+        (64, 64, {}, r"prefix_len must be in \[1, 63\], not 64"),
         (64, 0, {}, "not 0"),
         (64, 65, {"supervision": "self"}, r"in \[1, 64\]"),
         (

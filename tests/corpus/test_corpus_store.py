@@ -34,7 +34,7 @@ STORED = {**CorpusSettings().record(), "dtype": "float32", "model": "large", "fi
 def test_a_cache_of_a_store_is_that_of_its_document_compressed_alone(
     loaded, corpus, compress, tmp_path
 ):
-    result = compress(corpus, tmp_path / "store", CorpusSettings(num_slots=5))
+    result = compress(corpus, tmp_path / "store", CorpusSettings(num_slots=5, bits="16"))
     assert (result.num_made, result.num_kept, result.failures) == (6, 0, [])
     store = Store(tmp_path / "store")
     assert store.ids == tuple(sorted(store)) == tuple(store.manifest["id"])
@@ -59,7 +59,7 @@ def test_a_document_that_fits_only_once_is_made_without_its_copy_and_its_row_say
     texts = {"once": text_of(0, length=17), "twice": text_of(0)}
     rows = [{"id": id, "text": text} for id, text in texts.items()]
     source = write_rows(tmp_path / "corpus.jsonl", rows)
-    compress(source, tmp_path / "store", CorpusSettings(num_slots=5))
+    compress(source, tmp_path / "store", CorpusSettings(num_slots=5, bits="16"))
     store = Store(tmp_path / "store")
     assert [row.supervision for row in store.rows] == ["self", "reconstruction"]
     assert 128 < store.row("once").tokens <= 256
@@ -78,7 +78,7 @@ def test_a_document_that_fits_only_once_is_made_without_its_copy_and_its_row_say
 def test_a_document_with_all_its_slots_has_the_keys_of_transformers(
     loaded, corpus, compress, tmp_path
 ):
-    compress(corpus, tmp_path / "store", CorpusSettings(keep_ratio=1.0))
+    compress(corpus, tmp_path / "store", CorpusSettings(keep_ratio=1.0, bits="16"))
     model, tokenizer = loaded
     cache = Store(tmp_path / "store")["copy-0"]
     ids = tokenizer(text_of(0), return_tensors="pt", add_special_tokens=False).input_ids
@@ -255,7 +255,7 @@ def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, comp
         ({"keep_ratio": 0.3}, "keep_ratio 0.2, not 0.3"),
         ({"num_slots": 4}, "keep_ratio 0.2, not None"),
         ({"chat": True}, "chat False, not True"),
-        ({"bits": "4"}, "bits auto, not 4"),
+        ({"bits": "4"}, "bits 8, not 4"),
     ],
 )
 def test_a_store_of_other_settings_is_rejected_by_name(corpus, compress, tmp_path, options, name):

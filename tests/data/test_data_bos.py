@@ -92,7 +92,7 @@ def test_windows_begin_with_it_and_keep_their_lengths(texts):
     bos = tokenizer.bos_token_id
     options = {"prefix": 12, "suffix": 8, "windows": 4}
     auto, never = (
-        suffix.make_task(tokenizer, str(texts), "all", **options, bos=choice)
+        suffix.Suffix.task(tokenizer, str(texts), split="all", **options, bos=choice)
         for choice in ("auto", "never")
     )
     assert (auto.opening, never.opening) == ((bos,), ())
@@ -107,7 +107,7 @@ def test_windows_begin_with_it_and_keep_their_lengths(texts):
         start = int(window.name)
         assert list(window.tokens[1:]) == whole[start : start + 19]
     assert all(bos not in window.tokens for window in never.examples)
-    message = refusal(suffix.make_task, tokenizer, str(texts), "all", prefix=1, suffix=8)
+    message = refusal(suffix.Suffix.task, tokenizer, str(texts), split="all", prefix=1, suffix=8)
     assert "a prefix of 1 tokens holds no text" in message
 
 
@@ -115,8 +115,8 @@ def test_windows_begin_with_it_and_keep_their_lengths(texts):
 def test_windows_are_scored_as_plain_transformers_scores_them(texts, supervision):
     tokenizer = with_bos()
     model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=256, dtype=torch.float64)
-    task = suffix.make_task(
-        tokenizer, str(texts), "all", prefix=12, suffix=8, windows=2, supervision=supervision
+    task = suffix.Suffix.task(
+        tokenizer, str(texts), split="all", prefix=12, suffix=8, windows=2, supervision=supervision
     )
     task.check("m", model, tokenizer)
     prepared = task.prepare(model, tokenizer, task.examples)
@@ -147,9 +147,9 @@ def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
     bos = tokenizer.bos_token_id
     eos = tokenizer.convert_tokens_to_ids("</s>")
     makers = {
-        "needle": lambda choice: needle.make_task(tokenizer, length=400, per_depth=1, bos=choice),
-        "ruler": lambda choice: ruler.make_task(
-            tokenizer, length=1200, tasks=["niah_single"], per_task=1, bos=choice
+        "needle": lambda choice: needle.Needle.task(tokenizer, length=400, per_depth=1, bos=choice),
+        "ruler": lambda choice: ruler.Ruler.task(
+            tokenizer, 1200, tasks=["niah_single"], per_task=1, bos=choice
         ),
     }
     for make in makers.values():
@@ -166,7 +166,7 @@ def test_haystacks_and_prompts_begin_as_chosen_and_hold_no_eos(tmp_path):
     row = {f"choice_{letter}": "it" for letter in "ABCD"} | {"answer": "A", "question": "what?"}
     row |= {"_id": "1", "sub_domain": "Legal", "context": "the cat </s> sees half \ud83d of it"}
     (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    (example,) = longbench.make_task(str(tmp_path / "a.jsonl")).examples
+    (example,) = longbench.LongBench.task(None, data=str(tmp_path / "a.jsonl")).examples
     assert example.context == "the cat </s> sees half \ufffd of it"
     for choice, opening in (("auto", [bos]), ("never", [])):
         prompt = longbench.make_prompt(example, tokenizer, 900, choice)

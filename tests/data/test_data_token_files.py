@@ -9,6 +9,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from kvcat.data import Encoder, open_documents, open_tokens, pack, prepare, split_of, token_files
 from kvcat.data.token_files import open_token_folder
@@ -69,6 +73,17 @@ def test_every_document_is_there_once_in_order_and_held_out_ones_are_apart(
         documents = (d for d in open_documents(str(tmp_path / "texts")) if split_of(d.id) == split)
         assert np.array_equal(table[:], pack(documents, Encoder.of(tokenizer), 12))
         assert table[0].dtype == np.uint16
+
+
+def test_a_vocabulary_of_more_than_65536_tokens_is_prepared_and_read(tmp_path):
+    words = WordLevel({"<unk>": 0, "the": 1, "<eos>": 70_000}, unk_token="<unk>")
+    backend = Tokenizer(words)
+    backend.pre_tokenizer = Whitespace()
+    large = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="<unk>")
+    write_corpus(tmp_path / "texts", "lines", num_files=1, a_file=80)
+    prepare(str(tmp_path / "texts"), large, tmp_path / "tokens")
+    train, _ = open_token_folder(tmp_path / "tokens", Encoder.of(large), 12)
+    assert train[:].max() == 70_000  # the end of every document
 
 
 @pytest.mark.parametrize("count", [1, 50, 1999])

@@ -9,16 +9,17 @@ from small_evaluations import tiny, with_opening
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
 from kvcat.errors import InputError
 from kvcat.evals.evaluations.longbench import (
+    LongBench,
     LongBenchTask,
     choice_values,
     cut_middle,
     make_prompt,
-    make_task,
 )
 from kvcat.evals.task import Baseline
 from tiny import byte_tokenizer, refusal, sentences
 
 NAMES = ["Legal", "Table QA", "Literary", "Academic"]
+ALL = ["all"]
 DENSE = Baseline("dense", 1.0)
 NONE = Baseline("no-context", 0.0)
 
@@ -41,9 +42,11 @@ def row(number=0, **changes):
     }
 
 
-def examples_of(folder, rows, domains=None, **options):
+def examples_of(folder, rows, domains=ALL, **options):
     (folder / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return make_task(str(folder / "a.jsonl"), sub_domains=domains, **options).examples
+    return LongBench.task(
+        None, data=str(folder / "a.jsonl"), sub_domain=domains, **options
+    ).examples
 
 
 @pytest.fixture(scope="module")
@@ -181,7 +184,7 @@ def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share
         examples_of(tmp_path, rows, ["Legal"], limit=3)
         == tuple(e for e in forward if e.stratum == "Legal")[:3]
     )
-    task = make_task(str(tmp_path / "a.jsonl"), max_tokens=400, keep_ratios=[0.2])
+    task = LongBench.task(None, data=str(tmp_path / "a.jsonl"), max_tokens=400, keep=[0.2])
     assert (task.dataset, task.max_tokens) == ("a.jsonl", 400)
     assert {example.stratum for example in task.examples} == {
         "Legal",
@@ -194,9 +197,13 @@ def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share
 @pytest.mark.parametrize(
     ("rows", "domains", "said"),
     [
-        ([row(0), {"_id": "x"}], None, "row 2 of .*a.jsonl has no text 'sub_domain'"),
-        ([row(0, answer="E")], None, "row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D"),
-        ([row(0), row(1), row(0)], None, "row 3 of .*a.jsonl has the _id 'id0' of an earlier row"),
+        ([row(0), {"_id": "x"}], ALL, "row 2 of .*a.jsonl has no text 'sub_domain'"),
+        ([row(0, answer="E")], ALL, "row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D"),
+        (
+            [row(0), row(1), row(0)],
+            ["all"],
+            "row 3 of .*a.jsonl has the _id 'id0' of an earlier row",
+        ),
         ([row(2)], ["Legal"], "a.jsonl has no row of sub-domain Legal; it has Literary"),
     ],
 )

@@ -9,7 +9,7 @@ from small_evaluations import with_opening
 import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.errors import InputError
-from kvcat.evals.evaluations.needle import QUERY, NeedleTask, lines_with_decoys, make_task
+from kvcat.evals.evaluations.needle import QUERY, Needle, NeedleTask, lines_with_decoys
 from kvcat.evals.haystacks import draws
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
@@ -25,7 +25,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def paper(tokenizer):
-    return make_task(tokenizer)
+    return Needle.task(tokenizer)
 
 
 def distractors(text):
@@ -46,7 +46,7 @@ def test_the_paper_s_examples_are_twenty_at_each_of_five_depths_and_never_change
 def test_every_haystack_has_exactly_the_requested_tokens_and_its_needle_at_its_depth(length, make):
     tokenizer = make()
     first = len(tokenizer.encode(""))
-    for example in make_task(tokenizer, length=length, per_depth=2).examples:
+    for example in Needle.task(tokenizer, length=length, per_depth=2).examples:
         needle = [
             *example.question,
             *example.answer,
@@ -83,11 +83,11 @@ def test_passkeys_depend_on_seed_depth_and_number_alone(tokenizer):
     def passkeys(encoder=tokenizer, **settings):
         return [
             q.references
-            for q in make_task(encoder, **{"length": 300, "per_depth": 2, **settings}).examples
+            for q in Needle.task(encoder, **{"length": 300, "per_depth": 2, **settings}).examples
         ]
 
     assert passkeys(byte_tokenizer(), length=200, per_depth=3)[:10] == passkeys()
-    assert not set(passkeys()) & set(passkeys(seed=1))
+    assert not set(passkeys()) & set(passkeys(data_seed=1))
 
 
 def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
@@ -96,7 +96,7 @@ def test_qwen_s_tokens_are_those_of_the_text_read_as_a_whole():
     from transformers import AutoTokenizer
 
     qwen = AutoTokenizer.from_pretrained(QWEN)
-    task = make_task(qwen, per_depth=1)
+    task = Needle.task(qwen, per_depth=1)
     assert (
         manifest(task.examples)
         == "fd5b42edf8426a5baf0a5ca8f324f6afe220af1fd0f777dbdad51526db6f1c7b"
@@ -125,10 +125,10 @@ def test_an_answer_is_right_where_its_digits_are_the_passkey(answer, exact, pref
 
 def test_a_haystack_too_short_and_numbers_out_of_range_are_rejected(tokenizer):
     least = len(tokenizer.encode(f"{QUERY}483920.\n")) + len(tokenizer.encode(INSTRUCTION))
-    make_task(tokenizer, length=least, per_depth=1)
+    Needle.task(tokenizer, length=least, per_depth=1)
     with pytest.raises(
         InputError, match=f"a haystack of {least - 1} tokens is too short: .* need {least}"
     ):
-        make_task(tokenizer, length=least - 1, per_depth=1)
+        Needle.task(tokenizer, length=least - 1, per_depth=1)
     with pytest.raises(InputError, match="per_depth is 0"):
-        make_task(tokenizer, per_depth=0)
+        Needle.task(tokenizer, per_depth=0)

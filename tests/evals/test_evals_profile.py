@@ -84,8 +84,8 @@ def test_a_profile_is_the_suffix_evaluation_by_slots_and_all_slots_lose_nothing(
     assert slot_ratios([], 12) == [1 / 12, 2 / 12, 4 / 12, 8 / 12]
     for slots, said in [
         ([2, 2], "each once"),
-        ([0], "0 slots are outside 1 to 12"),
-        ([13], "13 slots"),
+        ([0], r"slots must be in \[1, 12\], not 0"),
+        ([13], "not 13"),
     ]:
         with pytest.raises(InputError, match=said):
             slot_ratios(slots, 12)

@@ -11,11 +11,11 @@ from kvcat.cache import fingerprint
 from kvcat.errors import InputError
 from kvcat.evals import evaluate
 from kvcat.evals.evaluations.qa import (
+    QA,
     QAExample,
     QATask,
     cloze_values,
     log_likelihoods,
-    make_task,
     read_examples,
 )
 from tiny import byte_tokenizer
@@ -111,14 +111,14 @@ def test_an_invalid_row_is_named_with_file_and_number(tmp_path, task, change, me
     ("options", "said"),
     [
         ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
-        ({"num_examples": 0}, "num_examples is 0"),
-        ({"folder": Path("none")}, "none has no file hellaswag"),
-        ({"folder": Path("none"), "tasks": ["piqa"]}, r"none has no file piqa\*\.jsonl"),
+        ({"limit": 0}, "limit is 0"),
+        ({"data": Path("none")}, "none has no file hellaswag"),
+        ({"data": Path("none"), "tasks": ["piqa"]}, r"none has no file piqa\*\.jsonl"),
     ],
 )
 def test_what_does_not_exist_is_reported(options, said):
     with pytest.raises(InputError, match=said):
-        make_task(**options)
+        QA.task(None, **options)
 
 
 def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
@@ -141,7 +141,7 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
         (tmp_path / name).mkdir()
         write(tmp_path / name, *order, task="arc_easy_test")
         write(tmp_path / name, ROWS["piqa"], task="piqa_validation_hf")
-    drawn = make_task(tmp_path / "one", num_examples=10).examples
+    drawn = QA.task(None, data=tmp_path / "one", limit=10).examples
     assert [example.name for example in drawn[1:5]] == [
         "M33",
         "M30",
@@ -149,10 +149,10 @@ def test_the_sample_depends_on_seed_and_names_only_and_tasks_take_turns(tmp_path
         "M17",
     ]  # the same on every machine
     assert drawn[0].stratum == "piqa"
-    assert make_task(tmp_path / "two", num_examples=10).examples == drawn
-    assert make_task(tmp_path / "one", num_examples=20).examples[:11] == drawn
-    assert make_task(tmp_path / "one", num_examples=10, seed=1).examples != drawn
-    assert len(make_task(tmp_path / "one", tasks=["arc_easy"]).examples) == 40
+    assert QA.task(None, data=tmp_path / "two", limit=10).examples == drawn
+    assert QA.task(None, data=tmp_path / "one", limit=20).examples[:11] == drawn
+    assert QA.task(None, data=tmp_path / "one", limit=10, data_seed=1).examples != drawn
+    assert len(QA.task(None, data=tmp_path / "one", tasks=["arc_easy"]).examples) == 40
 
 
 @pytest.fixture(scope="module")

@@ -6,15 +6,15 @@ from small_evaluations import with_opening
 
 import kvcat
 from kvcat.errors import InputError
-from kvcat.evals.evaluations.ruler import RULER_TASKS, RulerTask, make_task
+from kvcat.evals.evaluations.ruler import RULER_TASKS, Ruler, RulerTask
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
 
 SHORT = tuple(name for name in RULER_TASKS if name != "cwe")  # its list takes thousands of tokens
 
 
-def small(tokenizer, **changes):
-    return make_task(tokenizer, **{"length": 440, "per_task": 2, "tasks": SHORT, **changes})
+def small(tokenizer, length=440, **changes):
+    return Ruler.task(tokenizer, length, **{"per_task": 2, "tasks": SHORT, **changes})
 
 
 @pytest.fixture(scope="module")
@@ -94,13 +94,13 @@ def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_
     assert small(tokenizer, per_task=1).examples == task.examples[: len(SHORT)]
     one = small(tokenizer, tasks=("vt",)).examples
     assert one == tuple(example for example in task.examples if example.stratum == "vt")
-    other = small(tokenizer, seed=1)
+    other = small(tokenizer, data_seed=1)
     assert not {e.references for e in other.examples} & {e.references for e in task.examples}
     assert (
         manifest(task.examples)
         == "fbbc7290676429850e05c49c68798126634fae860865ddea224163958c569ffc"
     )
-    words = make_task(tokenizer, tasks=("cwe",), per_task=1)
+    words = Ruler.task(tokenizer, tasks=("cwe",), per_task=1)
     assert (
         manifest(words.examples)
         == "ba99317b3ce56fa5be9e4983c8483df9d503c04e81b3daef5c53637c664cb01b"

@@ -267,7 +267,7 @@ def test_the_primary_cell_is_named_before_the_run_and_another_configuration_is_r
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"keep_ratios": (0.0,)}, r"keep ratio 0 is outside \(0, 1\]"),
+        ({"keep_ratios": (0.0,)}, r"keep_ratio must be in \(0, 1\], not 0.0"),
         ({"keep_ratios": (), "methods": ["first"]}, "no method or keep ratio"),
         ({"methods": ["magic"]}, "magic"),
         ({"batch_size": 0}, "batch_size is 0"),

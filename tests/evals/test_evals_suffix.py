@@ -10,7 +10,7 @@ from kvcat.compress import AttentionMatching, Eviction, replay
 from kvcat.data import split_of
 from kvcat.errors import InputError
 from kvcat.evals import CORPORA, SuffixTask, Window, corpus_documents, windows_from_documents
-from kvcat.evals.evaluations.suffix import make_task
+from kvcat.evals.evaluations.suffix import Suffix
 from kvcat.models import load
 
 
@@ -100,7 +100,9 @@ def test_windows_that_the_supervision_or_the_model_cannot_use_are_rejected_befor
         task.check("base", model, tokenizer)
     with pytest.raises(InputError, match="needs the tokenizer of model 'base'"):
         task.check("base", model, None)
-    task = make_task(tokenizer, str(texts_folder / "00.txt"), "all", prefix=20, suffix=8, windows=3)
+    task = Suffix.task(
+        tokenizer, str(texts_folder / "00.txt"), split="all", prefix=20, suffix=8, windows=3
+    )
     assert (task.dataset, len(task.examples)) == ("00.txt:all", 2)  # at most two of a document
     task.check("base", model, tokenizer)
     with pytest.raises(InputError, match="made with, model 'base' has another one"):

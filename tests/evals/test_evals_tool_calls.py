@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from kvcat.evals.evaluations.tools import FUNCTIONS, ToolCallTask, make_task
+from kvcat.evals.evaluations.tools import FUNCTIONS, ToolCallTask, Tools
 from tiny import byte_tokenizer, refusal
 
 CALL = {"name": "set_timer", "arguments": {"person": "Anna", "minutes": 5}}
@@ -52,7 +52,7 @@ def test_an_answer_is_judged_by_schema_function_and_arguments(answer, valid, fun
 
 def test_the_right_answer_of_every_case_is_valid_and_its_request_names_the_arguments():
     tokenizer = byte_tokenizer()
-    task = make_task(tokenizer, cases=24, num_functions=4)
+    task = Tools.task(tokenizer, cases=24, num_functions=4)
     assert {example.stratum for example in task.examples} == {each.name for each in FUNCTIONS}
     for example in task.examples:
         answer = tokenizer.decode(example.answer)
@@ -64,7 +64,9 @@ def test_the_right_answer_of_every_case_is_valid_and_its_request_names_the_argum
                 request.lower()
             )
         assert len(json.loads(example.references[1])) == 4
-    assert make_task(tokenizer, cases=24, num_functions=4).examples == task.examples
-    assert make_task(tokenizer, cases=9, num_functions=4).examples == task.examples[:9]
-    assert make_task(tokenizer, cases=9, num_functions=4, seed=1).examples != task.examples[:9]
-    assert "[2, 8], not 9" in refusal(make_task, tokenizer, num_functions=9)
+    assert Tools.task(tokenizer, cases=24, num_functions=4).examples == task.examples
+    assert Tools.task(tokenizer, cases=9, num_functions=4).examples == task.examples[:9]
+    assert (
+        Tools.task(tokenizer, cases=9, num_functions=4, data_seed=1).examples != task.examples[:9]
+    )
+    assert "[2, 8], not 9" in refusal(Tools.task, tokenizer, num_functions=9)

@@ -225,7 +225,7 @@ def test_other_families_answer_from_whole_caches_as_plain_transformers(kind, tok
     texts = {f"{number}.txt": "".join(sentences(2, seed=number)) for number in range(2)}
     for name, text in texts.items():
         (tmp_path / "texts" / name).write_text(text)
-    settings = CorpusSettings(keep_ratio=1.0)
+    settings = CorpusSettings(keep_ratio=1.0, bits="16")
     compress_corpus(model, tokenizer, tmp_path / "texts", tmp_path / "store", settings)
     store = Store(tmp_path / "store")
     sampling = Sampling(max_new_tokens=5)

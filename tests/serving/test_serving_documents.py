@@ -148,7 +148,7 @@ def test_documents_one_behind_the_other_are_placed_as_compose_joins_them():
 def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
     model = make_model("llama", {"num_key_value_heads": 4})
     trace = kvcat.trace(model, ids(1, 60), supervision="self")
-    cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9)
+    cache = kvcat.AttentionMatching(bits=bits)(trace, num_slots=9, protect=[(2, 5)])
     small = rotation_model(model.config)
     whole = place([cache], small, **HERE)
     of_workers_placed = [
@@ -161,6 +161,8 @@ def test_workers_share_the_heads_and_hold_no_more_than_their_slots(bits):
         )
         keys = torch.cat([of_worker[layer].keys for of_worker in of_workers_placed])
         assert torch.equal(held.keys, keys)
+        for head, values in enumerate(held.values.split(held.counts)):
+            assert torch.equal(values[:3], trace.values[layer][0, head, 2:5])
     counts = [layer.counts[0].tolist() for layer in cache.layers]
     options = {"biased": cache.has_log_bias, "size": 2}
     of_workers = [sum(layer.nbytes for layer in held) for held in of_workers_placed]

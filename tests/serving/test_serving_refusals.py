@@ -39,7 +39,7 @@ def served(loaded, tmp_path_factory):
     """The port of a server, its engine, and a store in a chat template."""
     folder = tmp_path_factory.mktemp("server")
     texts = {**DOCUMENTS, "damaged": "the cat", "empty": ""}
-    store = make_store(loaded, folder, texts, CorpusSettings(keep_ratio=1.0, chat=True))
+    store = make_store(loaded, folder, texts, CorpusSettings(keep_ratio=1.0, bits="16", chat=True))
     damage(folder / "store" / cache_file("damaged"))
     engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=MOST_WAITING)
     with listening(make_app(engine, NAME, limits=LIMITS, api_key=KEY)) as port:
@@ -92,7 +92,7 @@ def test_a_conversation_in_another_template_than_the_documents_is_rejected(serve
         ({"temperature": 9999}, 400, "temperature is 9999"),
         ({"temperature": 10**400}, 400, "too large"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, 400, "not Unicode text"),
-        ({"top_p": 0}, 400, "top_p is 0"),
+        ({"top_p": 0}, 400, "top_p must be in (0, 1]"),
         ({"max_tokens": 33}, 400, "this server allows 32"),
         ({"max_tokens": 0}, 400, "must be at least 1"),
         ({"max_tokens": True}, 400, "wrong type"),
@@ -203,7 +203,9 @@ def wait_until(is_true):
 def test_a_cache_that_is_damaged_while_it_is_served_fails_alone_until_it_is_whole_again(
     loaded, tmp_path
 ):
-    store = make_store(loaded, tmp_path, DOCUMENTS, CorpusSettings(keep_ratio=1.0, chat=True))
+    store = make_store(
+        loaded, tmp_path, DOCUMENTS, CorpusSettings(keep_ratio=1.0, bits="16", chat=True)
+    )
     engine = Engine(*loaded, store, cache_bytes=0, most_waiting=9)  # every request reads the file
     file = tmp_path / "store" / cache_file("doc/1")
     with listening(make_app(engine, NAME)) as port:
@@ -225,7 +227,7 @@ def test_a_cache_that_is_damaged_while_it_is_served_fails_alone_until_it_is_whol
 def test_a_document_that_changes_while_it_is_served_is_never_answered_from_the_other_text(
     loaded, tmp_path
 ):
-    settings = CorpusSettings(keep_ratio=1.0)
+    settings = CorpusSettings(keep_ratio=1.0, bits="16")
     store = make_store(loaded, tmp_path, {"a": "the cat sees the old dog", "b": "it"}, settings)
     documents = RecentDocuments(store, 0, loaded[0])
     before = documents.find(["a"])

@@ -33,7 +33,7 @@ def served(tmp_path_factory):
     rows = [json.dumps({"id": id, "text": text}) for id, text in DOCUMENTS.items()]
     rows.append(json.dumps({"id": "damaged", "text": "the cat"}))
     (folder / "corpus.jsonl").write_text("\n".join(rows) + "\n")
-    settings = CorpusSettings(keep_ratio=1.0, chat=True)
+    settings = CorpusSettings(keep_ratio=1.0, bits="16", chat=True)
     compress_corpus(*loaded, folder / "corpus.jsonl", folder / "store", settings)
     damaged = folder / "store" / cache_file("damaged")
     damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")

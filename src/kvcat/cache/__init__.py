@@ -4,12 +4,15 @@
 # fmt: off
 from kvcat.cache.adapters import check_no_adapters as check_no_adapters
 from kvcat.cache.codes import (
-    BITS as BITS, Grid as Grid, PackedHead as PackedHead, check_dims as check_dims,
+    BITS as BITS, BeyondHalfError as BeyondHalfError, Grid as Grid, PackedHead as PackedHead,
+    as_half as as_half, check_dims as check_dims,
     key_groups as key_groups, most_bytes_per_slot as most_bytes_per_slot, parse_bits as parse_bits,
     round_values as round_values,
 )
 from kvcat.cache.compact import CompactCache as CompactCache
-from kvcat.cache.fingerprint import fingerprint as fingerprint
+from kvcat.cache.fingerprint import (
+    check_same_model as check_same_model, fingerprint as fingerprint,
+)
 from kvcat.cache.first_tokens import (
     FirstSlots as FirstSlots, count_before as count_before, document_digests as document_digests,
     first_ids as first_ids, first_slots as first_slots,

@@ -4,9 +4,11 @@ A number x becomes the code round((x - offset) / scale) in 0 .. 2^bits - 1, and 
 offset + scale * code. Keys share scale and offset per channel, over groups of slots of one head;
 values per slot, over groups of channels. Scales, offsets and log-bias are in half precision.
 
-The first slot of every head is stored in half precision instead. It is the attention sink of most
-models: its key is far from all others, and most of the attention goes to it. Within a group it
-would make the steps of all other keys several times as large.
+The first slots of every head have no codes. The first slot that is not protected is stored in half
+precision: it is the attention sink of most models, its key is far from all others, and most of the
+attention goes to it. Within a group it would make the steps of all other keys several times as
+large. Protected slots come before it. They are exact: where there are any, all first slots are
+stored in the type of the model.
 """
 
 from itertools import pairwise
@@ -25,7 +27,11 @@ KEY_GROUP = 64
 VALUE_GROUP = 64
 """Most channels of a value that share a scale."""
 HALF = torch.float16
-"""Type of scales, offsets, log-bias and first slots."""
+"""Type of scales, offsets and log-bias, and of a first slot that is not protected."""
+
+
+class BeyondHalfError(InputError):
+    """Numbers do not fit in half precision, so that a cache cannot be quantised."""
 
 
 def parse_bits(bits: int | str) -> int:
@@ -54,7 +60,7 @@ class Grid(NamedTuple):
         code.
 
         Raises:
-            InputError: numbers beyond half precision.
+            BeyondHalfError: numbers beyond half precision.
         """
         # (..., 1 along dim, ...)
         low, high = states.aminmax(dim=dim, keepdim=True)
@@ -63,7 +69,7 @@ class Grid(NamedTuple):
         scales = _half_at_least((high - offsets.to(high)) / (2**bits - 1))
         if not (offsets.isfinite().all() and scales.isfinite().all()):
             largest = states.abs().max()
-            raise InputError(
+            raise BeyondHalfError(
                 f"keys or values up to {largest:.3g} do not fit the scales of 16 bits: "
                 "leave out the bits"
             )
@@ -113,14 +119,14 @@ class PackedHead(NamedTuple):
     """The quantised slots of one head, not yet packed.
 
     Args:
-        first_key, first_value: of the first slot.
+        first_keys, first_values: of the first slots, in the type in which they are stored.
         key_codes, value_codes: of the other slots, one code a number, uint8.
         key_grid: (groups, head_dim).
-        value_grid: (slots - 1, groups of channels).
+        value_grid: (packed, groups of channels).
     """
 
-    first_key: Float[Tensor, " head_dim"]
-    first_value: Float[Tensor, " value_dim"]
+    first_keys: Float[Tensor, "first head_dim"]
+    first_values: Float[Tensor, "first value_dim"]
     key_codes: UInt8[Tensor, "packed head_dim"]
     key_grid: Grid
     value_codes: UInt8[Tensor, "packed value_dim"]
@@ -133,13 +139,34 @@ class PackedHead(NamedTuple):
         values: Float[Tensor, "slots value_dim"],
         bits: int,
         group: int = KEY_GROUP,
+        *,
+        num_protected: int = 0,
     ) -> "PackedHead":
-        """Every number rounded to the nearest code."""
-        precise_keys = at_least_float32(keys)
-        precise_values = at_least_float32(values)
+        """Every number rounded to the nearest code.
+
+        Args:
+            num_protected: of the slots, the first of which are protected.
+        """
+        exact, others = slice(num_protected), slice(num_protected, None)
+        precise_keys = at_least_float32(keys[others])
+        precise_values = at_least_float32(values[others])
         key_codes, key_grid = round_keys(precise_keys[1:], bits, group)
         value_codes, value_grid = round_values(precise_values[1:], bits)
-        return cls(keys[0], values[0], key_codes, key_grid, value_codes, value_grid)
+        first_key = as_half(precise_keys[:1])
+        first_value = as_half(precise_values[:1])
+        packed = cls(first_key, first_value, key_codes, key_grid, value_codes, value_grid)
+        return packed.after(keys[exact], values[exact]) if num_protected else packed
+
+    def after(
+        self,
+        keys: Float[Tensor, "protected head_dim"],
+        values: Float[Tensor, "protected value_dim"],
+    ) -> "PackedHead":
+        """The slots with protected ones before them."""
+        return self._replace(
+            first_keys=torch.cat([keys, self.first_keys.to(keys)]),
+            first_values=torch.cat([values, self.first_values.to(values)]),
+        )
 
 
 def round_keys(
@@ -177,12 +204,16 @@ def check_dims(head_dim: int, value_dim: int, bits: int) -> None:
             raise InputError(f"{name} of {dim} channels do not fill whole bytes in {bits} bits")
 
 
-def most_bytes_per_slot(dims: tuple[int, int], bits: int) -> tuple[float, float]:
+def most_bytes_per_slot(
+    dims: tuple[int, int], bits: int, num_protected: int = 0, item_size: int = 0
+) -> tuple[float, float]:
     """The most bytes of a slot with its share of the scales, and of a head besides its slots.
 
     Args:
         dims: channels of a key and of a value.
         bits: of keys and values.
+        num_protected: of a head's slots; their bytes are no part of the first number.
+        item_size: bytes of a number of protected slots.
     """
     head_dim, value_dim = dims
     codes = (head_dim + value_dim) * bits / 8
@@ -191,9 +222,26 @@ def most_bytes_per_slot(dims: tuple[int, int], bits: int) -> tuple[float, float]
     log_bias = 2
     count = 4
     per_slot = codes + value_grid + key_grid / KEY_GROUP + log_bias
-    # the first slot is in half precision, and the last group of keys may hold few slots
-    per_head = 2 * (head_dim + value_dim) + key_grid + count + log_bias
+    # the first slots have no codes, and the last group of keys may hold few slots
+    num_numbers = (num_protected + 1) * (head_dim + value_dim)
+    first = num_numbers * (item_size if num_protected else HALF.itemsize)
+    per_head = first + (num_protected + 1) * log_bias + key_grid + count
     return per_slot, float(per_head)
+
+
+def as_half(states: Tensor) -> Tensor:
+    """Keys or values in half precision.
+
+    Raises:
+        BeyondHalfError: numbers beyond it.
+    """
+    half = states.to(HALF)
+    if not half.isfinite().all():
+        raise BeyondHalfError(
+            f"keys or values up to {states.abs().max():.3g} do not fit in 16 bits: "
+            "leave out the bits"
+        )
+    return half
 
 
 def _half_at_least(states: Tensor) -> Tensor:

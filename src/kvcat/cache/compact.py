@@ -25,6 +25,7 @@ from kvcat.cache.first_tokens import first_slots
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
+from kvcat.cache.ranges import num_positions
 from kvcat.cache.record import CacheRecord
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, check_length, rope_border
@@ -131,25 +132,32 @@ class CompactCache:
     def quantize(self, bits: int | str) -> "CompactCache":
         """The quantised cache: packed codes, with scales in half precision.
 
-        Every number is rounded to the nearest code; the first slot of each head and the log-bias
-        are rounded to half precision. Positions are not kept. ``AttentionMatching`` loses less when
-        it knows the bits before it fits (option ``bits``).
+        Every number is rounded to the nearest code; the first slot of each head that is not
+        protected, and the log-bias, are rounded to half precision. Protected slots stay exact.
+        Positions are not kept. In 4 bits ``AttentionMatching`` loses less when it knows the bits
+        before it fits (option ``bits``).
 
         Args:
             bits: 8 or 4.
 
         Raises:
-            InputError: other bits, a cache that is quantised already, heads whose codes do not
-                fill whole bytes, or numbers beyond half precision.
+            InputError: other bits, a cache that is quantised already, protected slots that come
+                after others, heads whose codes do not fill whole bytes, or numbers beyond half
+                precision.
         """
         wanted = parse_bits(bits)
         if self.bits is not None:
             raise InputError(f"the cache is in {self.bits} bits already")
-        if self.record.has_protected:
-            raise InputError("the cache has protected slots, which quantisation would round")
+        if self.record.protected_later:
+            raise InputError(
+                "the cache has protected slots after others, of a later document or of a session's "
+                "last tokens, which quantisation would round"
+            )
+        num_protected = num_positions(self.record.protected)
         ordinary = self.ordinary_layers()
-        layers = [quantized_layer(layer, wanted) for layer in ordinary]
-        slots = first_slots([layer.heads() for layer in ordinary]) or self.record.first_slots
+        layers = [quantized_layer(layer, wanted, num_protected) for layer in ordinary]
+        heads = [layer.heads() for layer in ordinary]
+        slots = first_slots(heads, num_protected) or self.record.first_slots
         return replace(self, layers=layers, record=replace(self.record, first_slots=slots))
 
     def unpacked(self) -> "CompactCache":

@@ -22,7 +22,7 @@ from kvcat.cache.quantized import QUANTIZED_TENSORS, QuantizedLayer, quantized_p
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer
 from kvcat.cache.states import STATE_TENSORS, LayerState
 from kvcat.errors import InputError
-from kvcat.files import atomic_write
+from kvcat.files import atomic_write, check_format
 from kvcat.types import Tensor
 
 CACHE = "kvcat-compact-cache"
@@ -133,11 +133,7 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, str], dict[str, Tenso
     if file_kind != kind:
         what = f"{_KINDS[file_kind]}, not" if file_kind in _KINDS else "not"
         raise InputError(f"{path} is {what} {_KINDS[kind]}")
-    if version != str(_VERSIONS[kind]):
-        raise InputError(
-            f"{path} has format {version[:9]}, and this version of kvcat reads {_VERSIONS[kind]}: "
-            f"{_REMEDIES[kind]}"
-        )
+    check_format(path, version, str(_VERSIONS[kind]), _REMEDIES[kind])
     recorded = entries.pop("sha256", "")
     unsigned = content[:header_end].replace(_digest_entry(recorded), _digest_entry(_NO_DIGEST))
     digest = hashlib.sha256(unsigned)

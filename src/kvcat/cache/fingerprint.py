@@ -90,6 +90,21 @@ def fingerprint(model: nn.Module) -> str:
         return SCHEME + hashlib.sha256("".join(texts).encode()).hexdigest()
 
 
+def check_same_model(name: str, theirs: str, ours: str) -> None:
+    """Raise an ``InputError`` for something that was made with another model.
+
+    Args:
+        name: of the thing, such as "store caches/laws".
+        theirs: the fingerprint that it records.
+        ours: that of the model in use.
+    """
+    if theirs != ours:
+        raise InputError(
+            f"{name} belongs to another model: its fingerprint is {theirs[:12]}, the model's "
+            f"{ours[:12]}"
+        )
+
+
 def _tensors_with_data(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """The parameters and buffers by name: those that a file of the model has, and the others.
 

@@ -34,18 +34,24 @@ def first_ids(tokens: Int[Tensor, "batch prefix"]) -> FirstIds:
     return tuple(tuple(row) for row in tokens[:, :NUM_FIRST].tolist())
 
 
-def first_slots(layers: Sequence[HeadGrid]) -> FirstSlots:
+def first_slots(layers: Sequence[HeadGrid], num_protected: int) -> FirstSlots:
     """Which of the first tokens have a slot, in every head of every layer.
 
-    Nothing is known if a head does not know its positions, or if its slots are not in their order
-    (protected slots come first): then its first slots are not those of the first tokens.
+    Nothing is known if a head does not know its positions, or if its slots are not in their order:
+    then its first slots are not those of the first tokens.
+
+    Args:
+        num_protected: of the slots of every head, which come first, in an order of their own.
     """
     rows = []
     for example in range(len(layers[0])):
         heads = [head for layer in layers for head in layer[example]]
         numbers = []
         for head in heads:
-            if head.positions is None or not (head.positions.diff() >= 0).all():
+            if head.positions is None:
+                return ()
+            apart = head.positions.tensor_split([num_protected])
+            if not all((positions.diff() >= 0).all() for positions in apart):
                 return ()
             first = set(head.positions[head.positions < NUM_FIRST].tolist())
             numbers.append(sum(1 << position for position in first))

@@ -12,6 +12,7 @@ import torch
 from kvcat.cache.codes import (
     HALF,
     KEY_GROUP,
+    BeyondHalfError,
     Grid,
     PackedHead,
     check_dims,
@@ -22,7 +23,6 @@ from kvcat.cache.codes import (
 )
 from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, spans
-from kvcat.errors import InputError
 from kvcat.types import Float, Int, Tensor, UInt8
 
 _ROWS = ("key_codes", "value_codes", "value_scales", "value_offsets")  # one row for a packed slot
@@ -36,12 +36,13 @@ QUANTIZED_TENSORS = ("counts", "half_bias", *_FIRST, *_ROWS, *_GROUPS)
 class QuantizedLayer(Slots):
     """One layer's slots in packed codes; ``unpacked`` gives unquantised keys and values.
 
-    The packed slots of one head, all but its first, follow those of the previous head, example by
-    example. So do the groups of keys.
+    The packed slots of one head, all but its first ones, follow those of the previous head, example
+    by example. So do the first slots, of which all heads have equally many, and the groups of keys.
 
     Args:
-        counts: slots of every head, the first one included; on the CPU.
-        first_keys, first_values: of the first slot of every head, float16.
+        counts: slots of every head, the first ones included; on the CPU.
+        first_keys, first_values: of the first slots: the protected ones and one more, in the type
+            of the model that made them; float16 if none is protected.
         key_codes, value_codes: packed codes of the other slots.
         key_scales, key_offsets: of every group of at most ``key_group`` slots, float16.
         value_scales, value_offsets: of every packed slot and group of channels, float16.
@@ -52,8 +53,8 @@ class QuantizedLayer(Slots):
     """
 
     counts: Int[Tensor, "batch kv_heads"]  # type: ignore[override]
-    first_keys: Float[Tensor, "heads head_dim"]
-    first_values: Float[Tensor, "heads value_dim"]
+    first_keys: Float[Tensor, "first_slots head_dim"]
+    first_values: Float[Tensor, "first_slots value_dim"]
     key_codes: UInt8[Tensor, "packed key_bytes"]
     key_scales: Float[Tensor, "groups head_dim"]
     key_offsets: Float[Tensor, "groups head_dim"]
@@ -72,7 +73,7 @@ class QuantizedLayer(Slots):
         """A layer from its heads, which have codes, per example and KV head.
 
         Raises:
-            InputError: a first key or value, or a log-bias, beyond half precision.
+            BeyondHalfError: a log-bias beyond half precision.
         """
         flat = [head for of_example in heads for head in of_example]
         codes = [head.codes for head in flat if isinstance(head.codes, PackedHead)]
@@ -80,8 +81,8 @@ class QuantizedLayer(Slots):
         counts = [[len(head) for head in of_example] for of_example in heads]
         return QuantizedLayer(
             counts=torch.tensor(counts, dtype=torch.int32),
-            first_keys=_as_half(torch.stack([head.first_key for head in codes])),
-            first_values=_as_half(torch.stack([head.first_value for head in codes])),
+            first_keys=torch.cat([head.first_keys for head in codes]),
+            first_values=torch.cat([head.first_values for head in codes]),
             key_codes=pack(torch.cat([head.key_codes for head in codes]), bits),
             key_scales=torch.cat([head.key_grid.scales for head in codes]),
             key_offsets=torch.cat([head.key_grid.offsets for head in codes]),
@@ -130,6 +131,11 @@ class QuantizedLayer(Slots):
         return self.first_keys.shape[1], self.first_values.shape[1]
 
     @property
+    def num_first(self) -> int:
+        """The number of first slots of every head, which have no codes."""
+        return len(self.first_keys) // self.counts.numel()
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors: codes, scales, offsets, first slots, log-bias and counts."""
         return sum(tensor.nbytes for tensor in self.tensors().values())
@@ -153,17 +159,18 @@ class QuantizedLayer(Slots):
         return replace(self, **moved, dtype=dtype or self.dtype)
 
     @cached_property
-    def _places(self) -> list[tuple[slice, slice, slice]]:
-        """For every head its packed slots, its groups of keys, and all its slots."""
+    def _places(self) -> list[tuple[slice, slice, slice, slice]]:
+        """For every head its first slots, packed slots, groups of keys, and all its slots."""
         counts = self.counts.flatten().tolist()
-        num_groups = [len(key_groups(count - 1, self.key_group)) for count in counts]
-        packed = spans([count - 1 for count in counts])
-        return list(zip(packed, spans(num_groups), spans(counts), strict=True))
+        num_packed = [count - self.num_first for count in counts]
+        num_groups = [len(key_groups(number, self.key_group)) for number in num_packed]
+        first = spans([self.num_first] * len(counts))
+        return list(zip(first, spans(num_packed), spans(num_groups), spans(counts), strict=True))
 
     def head(self, example: int, head: int) -> HeadSlots:
         """The unpacked slots of one KV head of one example, without positions."""
         index = example * self.counts.shape[1] + head
-        packed, groups, slots = self._places[index]
+        first, packed, groups, slots = self._places[index]
         num_packed = packed.stop - packed.start
         sizes = torch.tensor(key_groups(num_packed, self.key_group), dtype=torch.long)
         group_of_slot = torch.arange(len(sizes)).repeat_interleave(sizes).to(self.device)
@@ -179,9 +186,8 @@ class QuantizedLayer(Slots):
             self.value_scales[packed].unsqueeze(-1), self.value_offsets[packed].unsqueeze(-1)
         )
         values = value_grid.numbers(by_group, precise).flatten(-2)
-        # the first slot is exact: as the attention sink, its error would reach every query
-        all_keys = torch.cat([self.first_keys[index : index + 1].to(precise), keys])
-        all_values = torch.cat([self.first_values[index : index + 1].to(precise), values])
+        all_keys = torch.cat([self.first_keys[first].to(precise), keys])
+        all_values = torch.cat([self.first_values[first].to(precise), values])
         bias = None if self.half_bias is None else self.half_bias[slots].to(precise)
         return HeadSlots(_within(all_keys, self.dtype), _within(all_values, self.dtype), bias)
 
@@ -202,28 +208,32 @@ class QuantizedLayer(Slots):
         heads = [example * num_heads + head for example in chosen for head in range(num_heads)]
         places = [self._places[head] for head in heads]
         selected: dict[str, Any] = {}
-        for name in _ROWS:
-            selected[name] = torch.cat([getattr(self, name)[packed] for packed, _, _ in places])
-        for name in _GROUPS:
-            selected[name] = torch.cat([getattr(self, name)[groups] for _, groups, _ in places])
-        for name in _FIRST:
-            selected[name] = getattr(self, name)[heads]
+        for kind, names in enumerate((_FIRST, _ROWS, _GROUPS)):
+            for name in names:
+                selected[name] = torch.cat([getattr(self, name)[place[kind]] for place in places])
         if self.half_bias is not None:
-            selected["half_bias"] = torch.cat([self.half_bias[slots] for _, _, slots in places])
+            selected["half_bias"] = torch.cat([self.half_bias[slots] for *_, slots in places])
         return replace(self, **selected, counts=self.counts[chosen])
 
 
-def quantized_layer(layer: CompactLayer | RaggedLayer, bits: int) -> QuantizedLayer:
+def quantized_layer(
+    layer: CompactLayer | RaggedLayer, bits: int, num_protected: int
+) -> QuantizedLayer:
     """The quantised layer, every number rounded to the nearest code.
 
+    Args:
+        num_protected: of the slots of every head, the first of which are protected.
+
     Raises:
-        InputError: channels that do not fill whole bytes, or numbers beyond half precision.
+        InputError: channels that do not fill whole bytes.
+        BeyondHalfError: numbers beyond half precision.
     """
     check_dims(layer.keys.shape[-1], layer.values.shape[-1], bits)
-    heads = [
-        [replace(head, codes=PackedHead.nearest(head.keys, head.values, bits)) for head in row]
-        for row in layer.heads()
-    ]
+    heads = layer.heads()
+    for row in heads:
+        for number, head in enumerate(row):
+            codes = PackedHead.nearest(head.keys, head.values, bits, num_protected=num_protected)
+            row[number] = replace(head, codes=codes)
     return QuantizedLayer.of_heads(heads, bits, layer.keys.dtype)
 
 
@@ -236,7 +246,7 @@ def quantized_problem(
         return f"no {', '.join(sorted(missing))}"
     for name, tensor in tensors.items():
         wanted = torch.int32 if name == "counts" else torch.uint8 if "codes" in name else HALF
-        if tensor.dtype != wanted:
+        if tensor.dtype != wanted and not (name in _FIRST and tensor.is_floating_point()):
             return f"{name} are {str(tensor.dtype).removeprefix('torch.')}"
         is_usable = tensor < torch.inf if name == "half_bias" else tensor.isfinite()
         if not is_usable.all():
@@ -246,24 +256,29 @@ def quantized_problem(
         return f"counts have shape {tuple(counts.shape)}, or a head has no slot"
     if counts.max() > num_tokens:
         return f"{int(counts.max())} slots for a prefix of {num_tokens} tokens"
-    for name, shape in _shapes(tensors, bits, key_group).items():
+    num_first = max(1, len(tensors["first_keys"]) // counts.numel())
+    if counts.min() < num_first:
+        return f"a head has {int(counts.min())} slots, and {num_first} first ones"
+    for name, shape in _shapes(tensors, bits, key_group, num_first).items():
         if name in tensors and tuple(tensors[name].shape) != shape:
             return f"{name} have shape {tuple(tensors[name].shape)}, not {shape}"
     return None
 
 
-def _shapes(tensors: dict[str, Tensor], bits: int, key_group: int) -> dict[str, tuple[int, ...]]:
-    """Shapes of a layer's tensors, from its counts and its first slots."""
+def _shapes(
+    tensors: dict[str, Tensor], bits: int, key_group: int, num_first: int
+) -> dict[str, tuple[int, ...]]:
+    """Shapes of a layer's tensors, from its counts and its first slots, ``num_first`` a head."""
     counts = tensors["counts"].flatten().tolist()
-    num_heads = len(counts)
-    num_packed = sum(counts) - num_heads
-    num_groups = sum(len(key_groups(count - 1, key_group)) for count in counts)
+    of_first = num_first * len(counts)
+    num_packed = sum(counts) - of_first
+    num_groups = sum(len(key_groups(count - num_first, key_group)) for count in counts)
     head_dim = tensors["first_keys"].shape[-1]
     value_dim = tensors["first_values"].shape[-1]
     num_value_groups = value_dim // value_group(value_dim)
     return {
-        "first_keys": (num_heads, head_dim),
-        "first_values": (num_heads, value_dim),
+        "first_keys": (of_first, head_dim),
+        "first_values": (of_first, value_dim),
         "key_codes": (num_packed, head_dim * bits // 8),
         "value_codes": (num_packed, value_dim * bits // 8),
         "key_scales": (num_groups, head_dim),
@@ -274,21 +289,11 @@ def _shapes(tensors: dict[str, Tensor], bits: int, key_group: int) -> dict[str, 
     }
 
 
-def _as_half(states: Tensor) -> Tensor:
-    half = states.to(HALF)
-    if not half.isfinite().all():
-        raise InputError(
-            f"keys or values up to {states.abs().max():.3g} do not fit in 16 bits: "
-            "leave out the bits"
-        )
-    return half
-
-
 def _bias_as_half(log_bias: Float[Tensor, " total_slots"]) -> Float[Tensor, " total_slots"]:
     """A log-bias in half precision, where -inf stays: it hides a slot."""
     half = log_bias.to(HALF)
     if (half.isinf() & (log_bias > -torch.inf)).any():
-        raise InputError(
+        raise BeyondHalfError(
             f"a log-bias of up to {log_bias[log_bias > -torch.inf].abs().max():.3g} does not fit "
             "in 16 bits: leave out the bits"
         )

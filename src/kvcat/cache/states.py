@@ -16,7 +16,6 @@ import torch
 from transformers.cache_utils import DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from kvcat.cache.slots import Rows, in_dtype, repeated
-from kvcat.errors import InputError
 from kvcat.types import Float, Tensor
 
 STATE_TENSORS = r"keys|values|conv\.\d{1,2}|recurrent\.\d{1,2}"
@@ -71,19 +70,11 @@ class LayerState:
 
     @staticmethod
     def of(layer: Any) -> "LayerState":
-        """The state that a layer of a transformers cache holds, copied.
-
-        Raises:
-            InputError: a kind of layer that kvcat does not know.
-        """
+        """The state that a layer of a transformers cache holds, copied."""
         if isinstance(layer, DynamicSlidingWindowLayer):
             states: dict[str, Any] = {"keys": layer.keys, "values": layer.values}
             return LayerState({name: tensor.clone() for name, tensor in states.items()})
-        if not isinstance(layer, LinearAttentionLayer):
-            raise InputError(
-                f"the state of a layer of kind {type(layer).__name__} is not supported"
-            )
-        tensors = {}
+        tensors = {}  # of a recurrent layer, with the numbers of its states
         for name in _RECURRENT:
             for number, tensor in getattr(layer, f"{name}_states").items():
                 if tensor is not None:

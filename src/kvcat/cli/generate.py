@@ -4,6 +4,8 @@ import dataclasses
 import json as json_module
 import sys
 
+import tyro
+
 from kvcat import option_types as opt
 from kvcat.cli import early
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
@@ -15,6 +17,30 @@ from kvcat.text.encoder import check_text
 _MOST_TOKENS = 64
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingOptions:
+    """How an answer is decoded.
+
+    Args:
+        max_new_tokens: Largest number of tokens in an answer; by default 64, in a conversation 256,
+            or as many as fit.
+    """
+
+    max_new_tokens: opt.Unset[opt.Count] = None
+    temperature: opt.Temperature = 0.0
+    top_p: opt.TopP = 1.0
+    stop: opt.Stop = ()
+    seed: opt.Seed = 0
+
+    def settings(self, most_tokens: int) -> Sampling:
+        """The settings of an answer, with at most ``most_tokens`` unless a number was given."""
+        most_tokens = self.max_new_tokens or most_tokens
+        stop = tuple(opt.flat(self.stop))
+        settings = Sampling(self.temperature, self.top_p, most_tokens, stop, self.seed)
+        early.check_sampling(settings)
+        return settings
+
+
 def generate(
     model: opt.Model,
     /,
@@ -22,14 +48,11 @@ def generate(
     store: opt.StoreOfCache = None,
     id: opt.DocumentId = None,
     prompt: opt.Strings = (),
-    max_new_tokens: opt.Unset[opt.Count] = None,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    stop: opt.Stop = (),
+    *,
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions],
     json: bool = False,
     packed: bool = False,
     seam_tokens: opt.SeamTokens = SEAM_TOKENS,
-    seed: opt.Seed = 0,
     device: opt.Device = "cpu",
     dtype: opt.Unset[opt.Dtype] = None,
 ) -> None:
@@ -45,7 +68,6 @@ def generate(
     Args:
         cache: Cache files that `kvcat compress` wrote, one or several.
         prompt: Text that follows the document; may be given several times.
-        max_new_tokens: Largest number of tokens in an answer; by default 64, or as many as fit.
         json: Print one JSON object for each answer, when it is complete.
         packed: Keep a cache of 8 or 4 bits packed in memory; attention unpacks a head at a time,
             which is slower.
@@ -56,9 +78,7 @@ def generate(
         raise InputError("no prompt: give --prompt TEXT, once or several times")
     for text in prompts:
         check_text(text, "--prompt")
-    most_tokens = max_new_tokens or _MOST_TOKENS
-    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
-    early.check_sampling(sampling)
+    settings = sampling.settings(_MOST_TOKENS)
     files = check_caches(cache, seam_tokens=seam_tokens, store=store, id=id)
     if packed and len(files) > 1:
         raise InputError("--packed is for a single cache: composed caches are unpacked")
@@ -78,14 +98,15 @@ def generate(
     questions = [
         question_ids(tokenizer, text, cache=compact, positions=positions) for text in prompts
     ]
+    most_tokens = settings.max_new_tokens
     num_answer_tokens = [answer_length(loaded, compact, ids, most_tokens) for ids in questions]
     fitting = min(num_answer_tokens)
-    if max_new_tokens is not None and fitting < max_new_tokens:
+    if sampling.max_new_tokens is not None and fitting < sampling.max_new_tokens:
         raise InputError(
-            f"--max-new-tokens is {max_new_tokens}; the model's {positions} positions hold "
+            f"--max-new-tokens is {most_tokens}; the model's {positions} positions hold "
             f"{fitting} after the document and the prompt"
         )
-    ignored = left_out(loaded, sampling=temperature > 0)
+    ignored = left_out(loaded, sampling=sampling.temperature > 0)
     if ignored:
         print(f"ignored generation settings of the model: {', '.join(ignored)}", file=sys.stderr)
     for text, ids, num_tokens in zip(prompts, questions, num_answer_tokens, strict=True):
@@ -95,7 +116,7 @@ def generate(
             loaded,
             tokenizer,
             compact.inputs(loaded, ids.to(loaded.device), packed=packed),
-            dataclasses.replace(sampling, max_new_tokens=num_tokens),
+            dataclasses.replace(settings, max_new_tokens=num_tokens),
             on_text=None if json else print_piece,
         )
         if json:

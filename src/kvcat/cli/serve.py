@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import tyro
+
 from kvcat import option_types as opt
 from kvcat.cli import early
 from kvcat.cli.cache_files import check_caches, limit_note, model_and_cache
-from kvcat.cli.generate import print_piece
+from kvcat.cli.generate import SamplingOptions, print_piece
 from kvcat.errors import InputError
 from kvcat.settings import Sampling
 
@@ -117,11 +119,8 @@ def chat(
     cache: opt.Unset[Path] = None,
     store: opt.StoreOfCache = None,
     id: opt.DocumentId = None,
-    max_new_tokens: opt.Unset[opt.Count] = None,
-    temperature: opt.Temperature = 0.0,
-    top_p: opt.TopP = 1.0,
-    stop: opt.Stop = (),
-    seed: opt.Seed = 0,
+    *,
+    sampling: tyro.conf.OmitArgPrefixes[SamplingOptions],
     device: opt.Device = "cpu",
     dtype: opt.Unset[opt.Dtype] = None,
 ) -> None:
@@ -134,12 +133,9 @@ def chat(
 
     Args:
         cache: Cache file that `kvcat compress` wrote, best with --chat; or give --store.
-        max_new_tokens: Largest number of tokens in an answer; by default 256, or as many as fit.
         dtype: Data type of the weights; by default that of the cache.
     """
-    most_tokens = max_new_tokens or _MOST_TOKENS
-    sampling = Sampling(temperature, top_p, most_tokens, tuple(opt.flat(stop)), seed)
-    early.check_sampling(sampling)
+    settings = sampling.settings(_MOST_TOKENS)
     files = check_caches(() if cache is None else ((cache,),), store=store, id=id)
     early.check_device(device)
     early.check_model(model)
@@ -150,10 +146,11 @@ def chat(
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, store=store, id=id
     )
-    room = positions_of(loaded.config) - compact.num_tokens
-    if max_new_tokens is not None and max_new_tokens >= room:
+    positions = positions_of(loaded.config)
+    room = positions - compact.num_tokens
+    if sampling.max_new_tokens is not None and sampling.max_new_tokens >= room:
         raise InputError(
-            f"--max-new-tokens is {max_new_tokens}; the model's {positions_of(loaded.config)} "
+            f"--max-new-tokens is {sampling.max_new_tokens}; the model's {positions} "
             f"positions leave {room} for questions and answers after the document"
         )
     conversation = Conversation(loaded, tokenizer, compact)
@@ -167,7 +164,7 @@ def chat(
             if line.startswith("/"):
                 _run(line, conversation, saved)
             elif line.strip():
-                _answer(line, conversation, sampling)
+                _answer(line, conversation, settings)
         except InputError as error:  # the conversation continues
             print(f"kvcat: {error}", file=sys.stderr)
 
@@ -186,10 +183,10 @@ def _read_line() -> str | None:
         return ""
 
 
-def _answer(line: str, conversation: "Conversation", sampling: Sampling) -> None:
+def _answer(line: str, conversation: "Conversation", settings: Sampling) -> None:
     """Print the answer to a question as it comes."""
     try:
-        result = conversation.ask(line, sampling, on_text=print_piece)
+        result = conversation.ask(line, settings, on_text=print_piece)
         print(flush=True)
         if result.finish_reason == "length":
             print(limit_note(len(result.ids)), file=sys.stderr)

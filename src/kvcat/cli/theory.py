@@ -9,7 +9,7 @@ import matplotlib as mpl
 import pandas as pd
 from matplotlib.figure import Figure
 
-from kvcat.errors import InputError, check_least, unknown_name
+from kvcat.errors import InputError, check_in, check_least, unknown_name
 from kvcat.files import atomic_write, make_folder, write_json
 from kvcat.option_types import Counts, Seed, Strings, flat
 from kvcat.provenance import provenance
@@ -216,9 +216,7 @@ def _check_theorem_request(names: list[str], symbols: int, length: int, constant
     if length > 9 or symbols**length > _MOST_SEQUENCES:
         most = f"at most {_MOST_SEQUENCES} sequences of length N are verified"
         raise InputError(f"{symbols} symbols and N = {length}: {most}")
-    if not 0.0 < constant <= _MOST_CONSTANT:
-        allowed = f"it must be positive and at most {_MOST_CONSTANT:g}"
-        raise InputError(f"--constant is {constant:g}; {allowed}")
+    check_in(f"(0, {_MOST_CONSTANT:g}]", constant=constant)
 
 
 def _verify_networks(

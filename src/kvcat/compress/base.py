@@ -27,7 +27,7 @@ from kvcat.cache import (
 from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_kind, finite, whole
+from kvcat.errors import InputError, check_in, check_kind, finite, whole
 from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
@@ -45,7 +45,7 @@ class Compressor(ABC):
     2. protected slots are taken out of the prefix and of the size (``Prefix``);
     3. ``fit`` gives the layers of the slots that are kept, for sizes between none and all;
     4. protected slots are put back before them;
-    5. with ``bits`` the slots are quantised;
+    5. with ``bits`` the slots are quantised, except for protected ones;
     6. what came out is checked, and described (``facts``).
 
     Args:
@@ -197,8 +197,8 @@ class Compressor(ABC):
         """The number of slots to keep of a trace, as ``slots_for``.
 
         Raises:
-            InputError: as ``slots_for``; fewer than are protected; protected slots with ``bits``
-                or with a method that does not protect; a trace without the predictions that the
+            InputError: as ``slots_for``; fewer than are protected; protected slots with a method
+                that does not protect; unknown ``bits``; a trace without the predictions that the
                 method needs; or ``torch.autocast`` is on.
         """
         check_kind(Trace, "a Trace", trace=trace)
@@ -206,8 +206,8 @@ class Compressor(ABC):
         if self.needs_predictions:
             trace.check_supervises()
         slots = slots_for(trace.prefix_len, keep_ratio, num_slots)
-        if trace.protected and not self.protects:
-            raise InputError(f"{self.name} protects no slots: leave out protect")
+        if trace.protected:
+            self.check_protects()
         if slots < trace.num_protected:
             raise InputError(
                 f"{slots} slots are fewer than the {trace.num_protected} protected ones "
@@ -215,11 +215,12 @@ class Compressor(ABC):
             )
         if self.bits is not None:
             parse_bits(self.bits)
-            if trace.protected:
-                raise InputError(
-                    f"protected slots are exact, not in {self.bits} bits: leave out bits"
-                )
         return slots
+
+    def check_protects(self) -> None:
+        """Raise an ``InputError`` for a method that cannot protect slots."""
+        if not self.protects:
+            raise InputError(f"{self.name} protects no slots: leave out protect")
 
     def with_seed(self, seed: int) -> "Compressor":
         """The same method with another seed, for a method that ``draws``."""
@@ -239,14 +240,25 @@ class Compressor(ABC):
     def _quantized_caches(
         self, trace: Trace, sizes: Sequence[int], bits: int
     ) -> Iterator[CompactCache]:
-        prefix = Prefix.of(trace)
-        first = prefix.layers[0]
-        check_dims(first.keys.shape[-1], first.values.shape[-1], bits)
-        sizes = [min(size, prefix.max_slots) for size in sizes]
-        for grids in self.fit_codes(prefix, sizes, bits):
-            layers = [QuantizedLayer.of_heads(grid, bits, first.keys.dtype) for grid in grids]
+        slots = trace.layers[0].slots
+        check_dims(slots.keys.shape[-1], slots.values.shape[-1], bits)
+        num_protected = trace.num_protected
+        others = [size - num_protected for size in sizes if size > num_protected]
+        fitted: Iterator[Sequence[HeadGrid]] = iter(())
+        prefix = None
+        if others:
+            prefix = Prefix.of(trace)
+            most = prefix.max_slots
+            fitted = self.fit_codes(prefix, [min(size, most) for size in others], bits)
+        for size in sizes:
+            if prefix is None or size <= num_protected:
+                yield at_an_end(trace, size).quantize(bits)
+                continue
+            grids = prefix.whole_heads(next(fitted))
+            layers = [QuantizedLayer.of_heads(grid, bits, slots.keys.dtype) for grid in grids]
             cache = compact_cache(trace, layers, self.name, self.facts(prefix))
-            yield replace(cache, record=replace(cache.record, first_slots=first_slots(grids)))
+            first = first_slots(grids, num_protected)
+            yield replace(cache, record=replace(cache.record, first_slots=first))
 
 
 @dataclass(frozen=True)
@@ -283,14 +295,12 @@ def slots_for(prefix_len: int, keep_ratio: float | int | None, num_slots: int | 
         )
     if num_slots is not None:
         num_slots = whole("num_slots", num_slots)
-        if not 1 <= num_slots <= prefix_len:
-            raise InputError(f"num_slots must be in [1, {prefix_len}], not {num_slots}")
+        check_in(f"[1, {prefix_len}]", num_slots=num_slots)
         return num_slots
-    keep_ratio = finite("keep_ratio", keep_ratio)
-    if not 0 < keep_ratio <= 1:
-        raise InputError(f"keep_ratio must be in (0, 1], not {keep_ratio}")
+    ratio = finite("keep_ratio", keep_ratio)
+    check_in("(0, 1]", keep_ratio=ratio)
     # rounded first, so that 0.1 * 30 = 3.0000000000000004 gives 3
-    return max(1, math.ceil(float(f"{keep_ratio * prefix_len:.12g}")))
+    return max(1, math.ceil(float(f"{ratio * prefix_len:.12g}")))
 
 
 def is_between(trace: Trace, num_slots: int) -> bool:

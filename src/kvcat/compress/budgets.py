@@ -7,14 +7,13 @@ import numpy as np
 import torch
 from torch.nn.functional import pad
 
-from kvcat.compress.head_attention import DenseAttention, HeadBatch, take
+from kvcat.compress.head_attention import DenseAttention, SampledAttention
 from kvcat.compress.heads import HeadIndex, Heads, with_progress
 from kvcat.memory import return_freed_memory
 from kvcat.models import output_gains
 from kvcat.types import Float, Int, Tensor
 
 GRID = (0.03125, 0.0625, 0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0)
-NUM_QUERIES = 128
 _PADDING_ROWS = 8
 CURVE_RIDGE = 1e-4
 _LEAST_RIDGE = 1e-6
@@ -60,13 +59,17 @@ def attention_and_curves(
     dense: dict[HeadIndex, DenseAttention] = {}
     curves: dict[HeadIndex, Curve] = {}
     kv_heads = [keys.shape[1] for keys in trace.keys]
+    holds_rounded = any(each.is_rounded for each in heads.queries)
     gains = output_gains(trace.model, kv_heads, trace.layer_numbers) if sizes else []
     for group in with_progress(heads.groups_for_scores(), "attention of the prefix"):
         batch, attention = heads.fitted_attention(group)
-        dense.update(zip(group, attention.split(), strict=True))
+        # of a long document the outputs of all heads are as large as its cache
+        held = attention.in_16_bits() if holds_rounded else attention
+        dense.update(zip(group, held.split(), strict=True))
         if not sizes:
             continue
-        group_curves = error_curves(batch, attention, sizes, CURVE_RIDGE)
+        sampled = attention.sampled(batch, max(sizes))
+        group_curves = error_curves(sampled, sizes, CURVE_RIDGE)
         for (layer, example, head), curve in zip(group, group_curves, strict=True):
             gain = gains[layer][head].item() / trace.layers[layer].stream[example].item()
             scaled = {size: gain * error for size, error in curve.items()}
@@ -74,72 +77,35 @@ def attention_and_curves(
     return dense, curves
 
 
-def error_curves(
-    batch: HeadBatch, dense: DenseAttention, sizes: Iterable[int], ridge: float
-) -> list[Curve]:
+def error_curves(sampled: SampledAttention, sizes: Iterable[int], ridge: float) -> list[Curve]:
     """An estimate of the squared error of the attention outputs, per head and number of slots.
 
-    A size s uses the first s slots of ``dense.order``. Let P be the dense attention weights of
-    these slots and O the outputs, both multiplied by the queries' weights, and V the slots' values.
-    The estimate is the minimum of |P C - O|^2 + lambda |C - V|^2 over C. lambda is ``ridge`` times
-    |P|^2 over the whole prefix, and at least as large as single precision requires.
+    A size s uses the first s slots. With P, O and V of ``SampledAttention``, the estimate is the
+    minimum of |P C - O|^2 + lambda |C - V|^2 over C. lambda is ``ridge`` times |P|^2 of all queries
+    over the whole prefix, and at least as large as single precision requires.
 
-    At most 128 supervising queries and 128 of the prefix's own, drawn with a fixed seed, represent
-    all queries of their kind. For sizes up to the number of these queries, one factorisation over
-    slots gives all errors (``_errors_by_slots``). Each larger size needs a factorisation over
-    queries (``_errors_by_queries``).
+    For sizes up to the number of queries, one factorisation over slots gives all errors
+    (``_errors_by_slots``). Each larger size needs a factorisation over queries
+    (``_errors_by_queries``).
 
     Args:
-        batch, dense: the heads, and their attention over the prefix.
+        sampled: attention of some queries to at least as many slots as the largest size, or to all.
         sizes: numbers of slots.
         ridge: strength of the regularisation relative to |P|^2, at least 0.
     """
-    prefix_len = batch.keys.shape[1]
-    num_queries = dense.weights.shape[1]
-    sizes = sorted({min(size, prefix_len) for size in sizes})
-    slots = dense.order[:, : sizes[-1]]
-    sampled, factors = _draw_queries(batch.num_supervising, num_queries)
-    sampled = sampled.to(slots.device)
-    factors = factors.to(dense.weights).unsqueeze(-1)
-    num_sampled = len(sampled)
-
-    weights = dense.weights[:, sampled].unsqueeze(-1) * factors
-    log_mass = dense.log_mass[:, sampled].unsqueeze(-1)
-    scores = batch.scores(sampled, slots)
-    attention = scores.sub_(log_mass).exp_().mul_(weights)  # (heads, sampled, slots)
-    outputs = dense.outputs[:, sampled] * factors
-    values = take(batch.values, slots)
-    shift = ridge * dense.importance.sum(-1).clamp_min(_TINY)
+    attention, outputs, values, energy = sampled
+    num_queries, num_slots = attention.shape[1:]
+    sizes = sorted({min(size, num_slots) for size in sizes})
+    shift = ridge * energy.clamp_min(_TINY)
     least_shift = _LEAST_RIDGE * attention.square().sum((1, 2)).clamp_min(_TINY)
     shift = shift.maximum(least_shift)
 
-    small = [size for size in sizes if size <= num_sampled]
+    small = [size for size in sizes if size <= num_queries]
     large = sizes[len(small) :]
     errors = _errors_by_slots(attention, outputs, values, shift, small)
     errors += _errors_by_queries(attention, outputs, values, shift, large)
     of_heads = torch.stack(errors, 1).tolist()
     return [dict(zip(sizes, row, strict=True)) for row in of_heads]
-
-
-def _draw_queries(
-    num_supervising: int, num_queries: int
-) -> tuple[Int[Tensor, " sampled"], Float[Tensor, " sampled"]]:
-    """Rows of queries drawn with a fixed seed, at most ``NUM_QUERIES`` of each kind, and the square
-    root of the number of queries that each represents.
-
-    The supervising queries come first. They are drawn apart from the prefix's own: in one draw from
-    both, few of the kind with fewer queries would represent all of it. Rows are not evenly spaced,
-    because the query heads alternate among them.
-    """
-    generator = torch.Generator().manual_seed(0)
-    rows = []
-    factors = []
-    for start, stop in ((0, num_supervising), (num_supervising, num_queries)):
-        count = stop - start
-        drawn = start + torch.randperm(count, generator=generator)[:NUM_QUERIES]
-        rows.append(drawn)
-        factors.append(torch.full([len(drawn)], (count / max(1, len(drawn))) ** 0.5))
-    return torch.cat(rows), torch.cat(factors)
 
 
 def _errors_by_slots(

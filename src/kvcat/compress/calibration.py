@@ -121,6 +121,7 @@ class CalibratedBudgets:
     def _errors_at(self, layer: int, head: int, sizes: list[int], prefix_len: int) -> list[float]:
         """The errors of a head at numbers of slots of a prefix."""
         errors = np.array(self.errors[layer][head])
+        # with all slots the error is 0, which has no logarithm
         floor = max(_LEAST_ERROR * errors[0], np.finfo(np.float64).tiny)
         log_errors = np.log(errors.clip(floor))
         log_fractions = np.log(np.array(self.sizes) / self.num_tokens)

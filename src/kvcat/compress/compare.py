@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from kvcat.attention import enable
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.compress.trace import Trace, split_supervision
-from kvcat.errors import InputError, check_kind, finite, whole
+from kvcat.errors import InputError, check_in, check_kind, whole
 from kvcat.losses import PositionScores, score_positions
 from kvcat.models import frozen, hidden_states, logits_from_hidden, output_head
 from kvcat.types import Float, Int, Tensor
@@ -109,11 +109,7 @@ def compare(
         raise InputError(
             f"the trace ends with its prefix of {trace.prefix_len} tokens: no suffix to compare on"
         )
-    if not 0 <= whole("start", start) < max(1, suffix_len - 1):
-        raise InputError(
-            f"start must be in [0, {suffix_len - 2}] for a suffix of {suffix_len} tokens, "
-            f"not {start}"
-        )
+    check_in(f"[0, {max(0, suffix_len - 2)}]", start=whole("start", start))
     scores: Any = _position_scores(trace, cache, chunk_tokens)
     # the last position predicts no token of the suffix
     nll = scores.nll[:, start:-1]
@@ -216,8 +212,7 @@ def smallest_cache(
         InputError: an argument out of its range, a trace with supervision "self", or a KL that is
             not a number.
     """
-    if finite("max_kl", max_kl) < 0:
-        raise InputError(f"max_kl must be at least 0 nats per token, not {max_kl}")
+    check_in("[0, inf)", max_kl=max_kl)
     learn, judge = split_supervision(trace, held_out)
     best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
     too_few = max(0, trace.num_protected - 1)

@@ -22,10 +22,11 @@ from kvcat.cache import (
     first_ids,
     first_slots,
 )
-from kvcat.cache.ranges import slot_positions
+from kvcat.cache.ranges import num_positions, slot_positions
+from kvcat.compress.prefix import clipped
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_kind, whole
+from kvcat.errors import InputError, check_in, check_kind, whole
 from kvcat.models import capture, frozen, positions_of
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import NUM_FIRST, SEAM_TOKENS
@@ -182,8 +183,10 @@ def slots_behind(
         )
     else:
         return layers
+    protected = cache.record.protected
+    edges = (num_positions(clipped(protected, 0, num_tokens)), num_positions(protected))
     return [
-        _without_first(layer, layer_counts)
+        _without_first(layer, layer_counts, edges)
         for layer, layer_counts in zip(layers, counts, strict=True)
     ]
 
@@ -194,13 +197,24 @@ def _from(head: HeadSlots, position: int) -> HeadSlots:
     return head.kept(positions >= position)
 
 
-def _without_first(heads: HeadGrid, counts: Int[Tensor, "batch kv_heads"]) -> HeadGrid:
-    """The heads of a layer, each without its first slots, as many as ``counts`` has."""
+def _without_first(
+    heads: HeadGrid, counts: Int[Tensor, "batch kv_heads"], edges: tuple[int, int]
+) -> HeadGrid:
+    """The heads of a layer, each without the slots of the first tokens, of which ``counts`` has the
+    number.
+
+    Args:
+        edges: how many of these are protected, and how many slots are; those come first.
+    """
+    first_protected, num_protected = edges
     rows = []
     for row, counts_of_row in zip(heads, counts.tolist(), strict=True):
-        kept = [
-            head.kept(slice(count, None)) for head, count in zip(row, counts_of_row, strict=True)
-        ]
+        kept = []
+        for head, count in zip(row, counts_of_row, strict=True):
+            numbers = torch.arange(len(head), device=head.keys.device)
+            first_other = num_protected + count - first_protected
+            is_later = (numbers >= first_protected) & (numbers < num_protected)
+            kept.append(head.kept(is_later | (numbers >= first_other)))
         rows.append(kept)
     return rows
 
@@ -291,7 +305,8 @@ def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> FirstSl
     knows_positions = all(layer.positions is not None for layer in longer.layers)
     if knows_positions or cache.num_tokens < NUM_FIRST:
         return ()
-    return cache.record.first_slots or first_slots(_heads_of_layers(cache))
+    num_protected = num_positions(cache.record.protected)
+    return cache.record.first_slots or first_slots(_heads_of_layers(cache), num_protected)
 
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
@@ -300,8 +315,7 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
     check_kind(Sequence, "a sequence of CompactCaches", caches=caches)
     if not caches:
         raise InputError("no caches to compose: give at least one")
-    if not 0 <= whole("seam_tokens", seam_tokens) <= NUM_FIRST:
-        raise InputError(f"seam_tokens must be in [0, {NUM_FIRST}], not {seam_tokens}")
+    check_in(f"[0, {NUM_FIRST}]", seam_tokens=whole("seam_tokens", seam_tokens))
     for number, cache in enumerate(caches, start=1):
         check_kind(CompactCache, "a CompactCache", **{f"document {number}": cache})
         cache.check_model(model, f"document {number}")

@@ -4,6 +4,7 @@ text -> token ids -> trace -> compressor of a size -> compact cache
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.attention import check_not_wrapped
-from kvcat.cache import CompactCache
+from kvcat.cache import BeyondHalfError, CompactCache
 from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
 from kvcat.compress.compare import smallest_cache
@@ -27,7 +28,7 @@ from kvcat.compress.registry import seeded_compressor
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError, check_kind
 from kvcat.models import positions_of
-from kvcat.settings import CacheSettings, DocumentSettings
+from kvcat.settings import DEFAULT_BITS, CacheSettings, DocumentSettings
 
 OnTry = Callable[[int, float], None]
 """Called with a number (of slots, of a step) and the KL found there, nats per token."""
@@ -142,9 +143,8 @@ def document_compressor(settings: CacheSettings) -> Compressor:
         raise InputError(
             f"{name} needs supervision reconstruction: the document alone leaves nothing to predict"
         )
-    protects = isinstance(settings, DocumentSettings) and settings.has_protection
-    if protects and not compressor.protects:
-        raise InputError(f"{name} protects no slots: leave out what is to be protected")
+    if isinstance(settings, DocumentSettings) and settings.has_protection:
+        compressor.check_protects()
     return compressor
 
 
@@ -189,6 +189,10 @@ def compress_trace(
         progress: what is reported on the way.
     """
     progress = progress or Progress()
+    has_default_bits = settings.bits == "auto" and compressor.bits is None
+    if has_default_bits and settings.max_megabytes is None:
+        with suppress(BeyondHalfError):  # nobody asked for bits: the numbers stay as they are
+            return compress_trace(trace, compressor.in_bits(DEFAULT_BITS), settings, progress)
     size: dict[str, Any] = settings.size
     if settings.max_kl is not None:
         smallest = smallest_cache(trace, compressor, settings.max_kl, on_try=progress.on_try)
@@ -199,8 +203,7 @@ def compress_trace(
     num_bytes = None
     if settings.max_megabytes is not None:
         num_bytes = int(settings.max_megabytes * 1e6) * trace.batch_size
-        is_chosen = settings.bits == "16" or compressor.bits or settings.has_protection
-        choices = [compressor.bits] if is_chosen else None
+        choices = None if has_default_bits else [compressor.bits]
         num_slots, bits = slots_and_bits(trace, num_bytes, choices)
         size = {"num_slots": num_slots}
         compressor = compressor if bits is None else compressor.in_bits(bits)

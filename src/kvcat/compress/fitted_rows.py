@@ -54,6 +54,7 @@ def fitted_attention(batch: HeadBatch) -> tuple[HeadBatch, DenseAttention]:
     kept = num_supervising + torch.arange(num_kept, device=own_rows.device).expand(
         len(own_rows), -1
     )
+    # in the order of ``Heads.load``: supervising queries, kept ones, the prefix's own
     rows = torch.cat([supervising, kept, own_rows], 1)
     boosts = torch.cat([of_supervising, torch.ones_like(kept).to(of_own), of_own], 1)
     fitted = replace(batch.with_queries(rows, boosts), num_supervising=drawn_supervising)
@@ -117,10 +118,12 @@ def draw(
         scale = remaining / others.sum(-1, keepdim=True).clamp_min(_TINY)
         probabilities = torch.where(is_sure, 1.0, scale * others)
         exceeds = probabilities > 1
+        # these are drawn for sure, which leaves more draws for the others
         if not exceeds.any():
             break
         is_sure |= exceeds
     cumulative = probabilities.cumsum(-1)
+    # the probabilities add up to ``count``: steps of 1 give as many rows, and miss none with p = 1
     marks = 0.5 + torch.arange(count, dtype=torch.float64, device=cumulative.device)
     marks = marks.expand(len(cumulative), -1).contiguous()
     rows = torch.searchsorted(cumulative, marks).clamp_max(cumulative.shape[1] - 1)

@@ -8,9 +8,11 @@ import torch
 
 from kvcat.attention.chunks import exp_below
 from kvcat.memory import CPU_CACHE_ELEMENTS, rows_per_chunk
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 _LEAST_SHARE = 1e-6
+NUM_SAMPLED = 128
+"""Queries of each kind that represent all of a head's in ``SampledAttention``."""
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,22 @@ class Attended(NamedTuple):
         return Attended(log_mass, outputs)
 
 
+class SampledAttention(NamedTuple):
+    """Weighted attention of a few queries, which represent all, to the first slots in the order.
+
+    Args:
+        attention: P, attention weights over the prefix times the queries' weights.
+        outputs: O, attention over the whole prefix times the same weights.
+        values: V, of the slots.
+        energy: |P|^2 of all queries over the whole prefix.
+    """
+
+    attention: Float[Tensor, "heads sampled slots"]
+    outputs: Float[Tensor, "heads sampled value_dim"]
+    values: Float[Tensor, "heads slots value_dim"]
+    energy: Float[Tensor, " heads"]
+
+
 class DenseAttention(NamedTuple):
     """Attention of a batch of heads over the whole prefix.
 
@@ -192,8 +210,15 @@ class DenseAttention(NamedTuple):
 
     @classmethod
     def batched(cls, single: Sequence["DenseAttention"]) -> "DenseAttention":
-        """The attention of several heads of equal shape, from that of each alone."""
-        return cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
+        """The attention of several heads of equal shape, from that of each alone, in at least
+        float32.
+        """
+        several = cls(*(torch.stack(tensors) for tensors in zip(*single, strict=True)))
+        return several._replace(outputs=at_least_float32(several.outputs))
+
+    def in_16_bits(self) -> "DenseAttention":
+        """The attention with outputs in bfloat16, which changes them by 1 in 256 at most."""
+        return self._replace(outputs=self.outputs.bfloat16())
 
     def order_alone(self) -> "DenseAttention":
         """One head's slots in their order with their peaks, and the choice of its queries."""
@@ -212,6 +237,40 @@ class DenseAttention(NamedTuple):
     def first_slots(self, num_slots: int) -> Int[Tensor, "heads slots"]:
         """The positions of the first slots in the order, ascending."""
         return self.order[:, :num_slots].sort(dim=-1).values
+
+    def sampled(self, batch: HeadBatch, num_slots: int) -> SampledAttention:
+        """The attention of at most ``NUM_SAMPLED`` supervising queries, and as many of the
+        prefix's own, to the first slots in the order.
+
+        Queries are drawn with a fixed seed; the weight of each is multiplied by the root of the
+        number that it represents. The two kinds are drawn apart: in one draw from both, few of the
+        kind with fewer queries would represent all of it. They are not evenly spaced, because the
+        query heads alternate among the rows.
+
+        Args:
+            batch: the same heads and queries.
+            num_slots: a head with fewer gives all.
+        """
+        slots = self.order[:, :num_slots]
+        generator = torch.Generator().manual_seed(0)
+        num_supervising = batch.num_supervising
+        drawn = []
+        roots = []
+        for start, stop in ((0, num_supervising), (num_supervising, self.weights.shape[1])):
+            count = stop - start
+            of_kind = start + torch.randperm(count, generator=generator)[:NUM_SAMPLED]
+            drawn.append(of_kind)
+            roots.append(torch.full([len(of_kind)], (count / max(1, len(of_kind))) ** 0.5))
+        rows = torch.cat(drawn).to(slots.device)
+        factors = torch.cat(roots).to(self.weights).unsqueeze(-1)
+        weights = self.weights[:, rows].unsqueeze(-1) * factors
+        log_mass = self.log_mass[:, rows].unsqueeze(-1)
+        return SampledAttention(
+            attention=batch.scores(rows, slots).sub_(log_mass).exp_().mul_(weights),
+            outputs=self.outputs[:, rows] * factors,
+            values=take(batch.values, slots),
+            energy=self.importance.sum(-1),
+        )
 
     def add_chunk(self, batch: HeadBatch, rows: slice, space: Tensor) -> None:
         """Write the results for some of the queries, and add these queries' share to the

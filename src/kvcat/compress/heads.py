@@ -160,7 +160,7 @@ class Heads:
 
     def _past(self, heads: list[HeadIndex], query_heads: int) -> PastAttention | None:
         """What the kept queries attended to before it was compressed; None: there are none."""
-        first_row = 0
+        first_row = 0  # of the one source that knows its earlier attention
         for kept in self.queries:
             if kept.log_mass:
                 break

@@ -17,8 +17,8 @@ from kvcat.attention import check_not_wrapped
 from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
-from kvcat.compress.trace import Reconstruction, Trace, TracedText, sampled_positions
-from kvcat.compress.tracing import read, split_layers
+from kvcat.compress.trace import LAST_POSITIONS, Reconstruction, Trace, TracedText
+from kvcat.compress.tracing import kept_positions, read, split_layers
 from kvcat.memory import return_freed_memory
 from kvcat.models import capture, frozen, positions_of
 from kvcat.types import Int, Tensor
@@ -27,7 +27,6 @@ PART_TOKENS = 1024
 """Most tokens of a text that are repeated at once."""
 _LEAST_TOKENS = 64  # of a part of a text that nearly fills the model's positions
 _LEAD = 16  # tokens before a part that begin its repetition, and whose queries are not kept
-_TAIL = 32  # last positions whose queries eviction may ask for
 
 
 def num_parts(sequence: Reconstruction, positions: int, part_tokens: int = PART_TOKENS) -> int:
@@ -97,16 +96,14 @@ def trace_in_parts(
     positions = positions_of(model.config)
     longest = max(num_positions_in_parts(sequence, positions, part_tokens), expected_len)
     split = split_layers(model, longest, None)
-    own_positions = sampled_positions(prefix_len)
-    tail = torch.arange(max(0, prefix_len - _TAIL), prefix_len)
     count = num_parts(sequence, positions, part_tokens)
-    kept = torch.cat([own_positions, tail]).unique()
+    kept = kept_positions(0, prefix_len, every=False)
     rounded = count > 1
     trace = read(model, text, split, kept, chunk_tokens=part_tokens, rounded=rounded)
     on_read()
     moved = own_queries(trace)
     if rounded:
-        trace = _with_last_queries(trace, tail)
+        trace = _with_last_queries(trace)
     return_freed_memory()
     sources = [*_repeated(trace, sequence, count), *([] if moved is None else [moved])]
     return_freed_memory()
@@ -140,8 +137,9 @@ def repeated_tokens(
     return [each.selected(rows) for each, rows in zip(sets, chosen, strict=True) if len(rows)]
 
 
-def _with_last_queries(trace: Trace, positions: Int[Tensor, " last"]) -> Trace:
+def _with_last_queries(trace: Trace) -> Trace:
     """The trace without the queries of its prefix except for those at the last positions."""
+    positions = trace.prefix_positions[-LAST_POSITIONS:]
     layers = [
         replace(layer, prefix_queries=layer.prefix_queries[:, :, -len(positions) :].numbers())
         for layer in trace.layers

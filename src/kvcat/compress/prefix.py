@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from kvcat.cache import CompactLayer, HeadSlots, Layer
+from kvcat.cache import CompactLayer, HeadGrid, HeadSlots, Layer, PackedHead
 from kvcat.cache.ranges import Range, num_positions, range_text
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_kind, whole
@@ -88,14 +88,28 @@ class Prefix:
         """The layers of a cache: the protected slots, and after them those kept of the others."""
         if not self.protected:
             return list(kept)
-        layers = []
-        for protected, others in zip(self.protected, kept, strict=True):
-            grid = [
-                [HeadSlots.joined(both) for both in zip(*rows, strict=True)]
-                for rows in zip(protected.heads(), others.heads(), strict=True)
+        grids = self.whole_heads([layer.heads() for layer in kept])
+        return [CompactLayer.of_heads(grid) for grid in grids]
+
+    def whole_heads(self, kept: Sequence[HeadGrid]) -> list[HeadGrid]:
+        """As ``whole_layers``, the heads of every layer; those with codes keep them."""
+        if not self.protected:
+            return list(kept)
+        return [
+            [
+                [_after(*both) for both in zip(*rows, strict=True)]
+                for rows in zip(protected.heads(), others, strict=True)
             ]
-            layers.append(CompactLayer.of_heads(grid))
-        return layers
+            for protected, others in zip(self.protected, kept, strict=True)
+        ]
+
+
+def _after(protected: HeadSlots, others: HeadSlots) -> HeadSlots:
+    """The slots of a head, the protected ones first."""
+    joined = HeadSlots.joined([protected, others])
+    if not isinstance(others.codes, PackedHead):
+        return joined
+    return replace(joined, codes=others.codes.after(protected.keys, protected.values))
 
 
 def protected_layers(trace: Trace) -> list[CompactLayer]:

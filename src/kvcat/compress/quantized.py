@@ -54,8 +54,10 @@ def _slots_within(trace: Trace, num_bytes: int, bits: int | None) -> int:
         ),
         key=sum,
     )
+    item_size = trace.keys[0].itemsize
     if bits is None:
-        per_slot = sum(dims) * trace.keys[0].itemsize + 4
+        per_slot = sum(dims) * item_size + 4
         return num_bytes // (num_heads * per_slot)
-    per_slot, per_head = most_bytes_per_slot(dims, bits)
-    return int((num_bytes / num_heads - per_head) // per_slot)
+    num_protected = trace.num_protected
+    per_slot, per_head = most_bytes_per_slot(dims, bits, num_protected, item_size)
+    return num_protected + int((num_bytes / num_heads - per_head) // per_slot)

@@ -58,7 +58,7 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
         sets = [_with_sinks(each, trace) for each in sets]
     else:
         sets = [replace(each, log_elsewhere=_no_mass(each.log_elsewhere)) for each in sets]
-    return [_with_protected_mass(each, prefix) for each in sets] if prefix.protected else sets
+    return [_with_unfitted_keys(each, prefix, by_share=by_share) for each in sets]
 
 
 def _supervising_sets(trace: Trace, *, has_moved: bool) -> list[QuerySet]:
@@ -81,13 +81,7 @@ def _supervising_sets(trace: Trace, *, has_moved: bool) -> list[QuerySet]:
         log_elsewhere=_no_mass([states[..., 0] for states in trace.queries]),
         is_causal=is_self,
     )
-    if is_self:
-        return [queries]
-    keys = [layer.suffix_keys for layer in trace.layers]
-    own_text = queries.log_masses(
-        trace.layer_numbers, trace.scales, keys, positions - trace.prefix_len
-    )
-    return [replace(queries, log_elsewhere=own_text)]
+    return [queries]
 
 
 def moved_sets(trace: Trace) -> list[QuerySet]:
@@ -181,12 +175,21 @@ def _with_sinks(queries: QuerySet, trace: Trace) -> QuerySet:
     return replace(queries, log_elsewhere=masses)
 
 
-def _with_protected_mass(queries: QuerySet, prefix: Prefix) -> QuerySet:
-    """The queries for a fit of the slots that are not protected.
+def _with_unfitted_keys(queries: QuerySet, prefix: Prefix, *, by_share: bool) -> QuerySet:
+    """The queries, where the mass elsewhere includes that on keys which are not fitted.
 
-    Queries in place that see none of these are left out.
+    These are the keys of the text after the prefix, for queries of this text (the sets of a trace
+    in parts have their mass), and protected slots. Queries in place that see none of the slots that
+    are fitted are left out.
     """
     trace = prefix.trace
+    numbers, scales = trace.layer_numbers, trace.scales
+    if by_share and not (trace.sources or queries.is_own or queries.is_causal):
+        keys = [layer.suffix_keys for layer in trace.layers]
+        last_seen = queries.positions - trace.prefix_len
+        queries = queries.with_elsewhere(queries.log_masses(numbers, scales, keys, last_seen))
+    if not prefix.protected:
+        return queries
     last_seen = torch.full([len(queries)], prefix.num_protected - 1)
     if queries.is_causal:
         fewest = min(int(layer.present_counts().min()) for layer in prefix.layers)
@@ -197,9 +200,7 @@ def _with_protected_mass(queries: QuerySet, prefix: Prefix) -> QuerySet:
         num_others = trace.prefix_len - prefix.num_protected - num_unseen[sees_any]
         last_seen = queries.positions - num_others
     keys = [layer.keys for layer in prefix.protected]
-    return queries.with_elsewhere(
-        queries.log_masses(trace.layer_numbers, trace.scales, keys, last_seen)
-    )
+    return queries.with_elsewhere(queries.log_masses(numbers, scales, keys, last_seen))
 
 
 def _no_mass(

@@ -68,6 +68,11 @@ class QuerySet:
         return self.rotation is not None
 
     @property
+    def is_rounded(self) -> bool:
+        """Whether the queries are in 8 bits."""
+        return any(isinstance(states, Rounded) for states in self.states)
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the queries, their masses and their outputs."""
         each = [*self.states, *self.log_elsewhere, *self.log_mass, *self.outputs]

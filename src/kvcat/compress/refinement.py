@@ -1,4 +1,4 @@
-"""HeadSlots of attention heads refined together: keys, log-bias and values, by L-BFGS."""
+"""The slots of attention heads refined: keys, log-bias and values together, by L-BFGS."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -174,6 +174,7 @@ class Objective:
 
         # half of the derivative by the scores; the values are optimal, so theirs is 0
         by_score = (residual * self.weights.unsqueeze(-1)) @ values.mT
+        # of a softmax: dL/ds_j = A_j (dL/dA_j - sum_k A_k dL/dA_k); the factor A_j follows below
         by_score -= (attention * by_score).sum(-1, keepdim=True)
         by_mass = share_error * self.share_weights * share * (1 - share)
         by_score = by_score.add_(by_mass.unsqueeze(-1)).mul_(attention)
@@ -209,6 +210,7 @@ class Objective:
         # columns of equal length: the sink's is far longer than the others
         lengths = (squares + self.value_pull.unsqueeze(-1)).sqrt()
         gram = gram / (lengths.unsqueeze(-1) * lengths.unsqueeze(-2))
+        # (A^T A + mu I) has these lengths in its diagonal, which is therefore 1
         gram.diagonal(dim1=-2, dim2=-1).fill_(1 + _LEAST_RIDGE)
         factor, info = torch.linalg.cholesky_ex(gram)
         # (A^T A + mu I) change = A^T error, with columns A of length 1

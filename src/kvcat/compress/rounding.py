@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from kvcat.cache import Grid, PackedHead, key_groups, round_values
+from kvcat.cache import Grid, PackedHead, as_half, key_groups, round_values
 from kvcat.types import Float, Int, Tensor, UInt8
 
 # added to the diagonals, relative to their mean
@@ -49,8 +49,8 @@ class RoundedHeads(NamedTuple):
         """Each head."""
         for head in range(len(self.keys.codes)):
             yield PackedHead(
-                first_key=self.keys.numbers[head, 0],
-                first_value=self.values.numbers[head, 0],
+                first_keys=as_half(self.keys.numbers[head, :1]),
+                first_values=as_half(self.values.numbers[head, :1]),
                 key_codes=self.keys.codes[head],
                 key_grid=Grid(*(tensor[head] for tensor in self.keys.grid)),
                 value_codes=self.values.codes[head],
@@ -74,7 +74,7 @@ def round_keys_together(
         bits: of keys and values.
     """
     num_heads, num_slots, head_dim = keys.shape
-    first = keys[:, :1].half().to(keys)
+    first = as_half(keys[:, :1]).to(keys)
     sizes = key_groups(num_slots - 1)
     gram = queries.mT @ queries
     order = _by_diagonal(gram)  # (heads, channels)
@@ -120,7 +120,7 @@ def round_values_together(
         attention: weights of the slots, times the weights of the queries' errors.
         bits: of keys and values.
     """
-    first = values[:, :1].half().to(values)
+    first = as_half(values[:, :1]).to(values)
     packed_attention = attention[..., 1:]
     gram = packed_attention.mT @ packed_attention
     order = _by_diagonal(gram)  # (heads, packed)
@@ -144,6 +144,7 @@ def round_values_together(
             remaining[:, slot + 1 : stop] -= in_block * errors[:, slot : slot + 1]
             codes.append(row_codes)
             grids.append(row_grid)
+        # the slots after the block at once: a product for each slot would read them every time
         behind = feedback[:, start:stop, stop:]
         remaining[:, stop:] -= behind.mT @ errors[:, start:stop]
     ordered = Grid(*(torch.cat(tensors, dim=1) for tensors in zip(*grids, strict=True)))

@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from kvcat.errors import InputError, check_least, finite
+from kvcat.errors import InputError, check_in, check_least, finite
 from kvcat.types import Float, Tensor
 
 Scale = Literal["spectral", "columns"]
@@ -263,8 +263,8 @@ def least_squares_by_qr(
 
 def check_ridge(ridge: float | None) -> None:
     """Reject a ridge that is not larger than 0."""
-    if ridge is not None and finite("ridge", ridge) <= 0:
-        raise InputError(f"ridge must be larger than 0, or None, not {ridge}")
+    if ridge is not None:
+        check_in("(0, inf)", ridge=ridge)
 
 
 def largest_eigenvalue(gram: Float[Tensor, "*heads rows rows"]) -> Float[Tensor, "*heads"]:
@@ -338,8 +338,7 @@ def _check_log_bias_options(
     if not -50 <= lower < upper <= 50:
         raise InputError(f"bounds must increase and lie within 50 nats of 0, not {bounds}")
     check_least(0, num_iters=0 if num_iters is None else num_iters)
-    if finite("pull", pull) < 0:
-        raise InputError(f"pull must be at least 0, not {pull}")
+    check_in("[0, inf)", pull=pull)
     if pull and num_iters is not None:
         raise InputError(f"num_iters={num_iters} steps are without a pull, not with pull={pull}")
 

@@ -19,13 +19,15 @@ from kvcat.cache import (
 )
 from kvcat.cache.ranges import Range, num_positions, slot_positions
 from kvcat.compress.query_set import QuerySet
-from kvcat.errors import InputError, finite
+from kvcat.errors import InputError, check_in
 from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
 
 SAMPLED_POSITIONS = 4096
+LAST_POSITIONS = 32
+"""Last positions of a prefix whose queries are always kept: those that eviction asks for."""
 OWN_PART_TOKENS = 256
 """Most tokens of a part of the prefix whose own queries are moved after it."""
 _LEAST_PARTS = 3
@@ -369,8 +371,7 @@ def split_supervision(trace: Trace, fraction: float) -> tuple[Trace, Trace]:
         InputError: the fraction is out of range, the trace has supervision "self", or no position
             is left for fitting.
     """
-    if not 0 < finite("held_out", fraction) < 1:
-        raise InputError(f"held_out must be a fraction in (0, 1), not {fraction}")
+    check_in("(0, 1)", held_out=fraction)
     trace.check_supervises()
     text = trace.text
     num_supervising = text.input_ids.shape[1] - text.supervision_start

@@ -21,6 +21,7 @@ from kvcat.cache import (
     state_layers,
 )
 from kvcat.compress.trace import (
+    LAST_POSITIONS,
     LayerTrace,
     Past,
     Reconstruction,
@@ -28,14 +29,12 @@ from kvcat.compress.trace import (
     TracedText,
     sampled_positions,
 )
-from kvcat.errors import InputError, check_kind, check_least, check_one_of, whole
+from kvcat.errors import InputError, check_in, check_kind, check_least, check_one_of, whole
 from kvcat.memory import CHUNK_TOKENS, return_freed_memory
 from kvcat.models import Capture, capture, frozen, layer_states, positions_of
 from kvcat.models.rounded import Rounded
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
-
-_TAIL = 32  # number of last prefix positions whose queries are always kept
 
 
 def trace(
@@ -86,7 +85,7 @@ def trace(
     text = replace(text, rope=rope_factors(model.config, expected_len), room=room)
     layers = split_layers(model, max(num_tokens, expected_len), past)
     past_len = 0 if past is None else _check_past(past, model, text)
-    kept = _kept_positions(past_len, text.prefix_len, every=text.supervision == "self")
+    kept = kept_positions(past_len, text.prefix_len, every=text.supervision == "self")
     return read(model, text, layers, kept, past=past, chunk_tokens=chunk_tokens)
 
 
@@ -131,6 +130,7 @@ def read(
         supervising = torch.arange(text.supervision_start, num_tokens)
         query_positions = torch.cat([prefix_positions, supervising])
     with frozen(model):
+        # in a forward of its own: ``capture`` continues through the suffix, which changes them
         states_after = layer_states(
             model,
             text.input_ids[:, past_len:prefix_len],
@@ -143,7 +143,7 @@ def read(
             model,
             text.input_ids[:, past_len:],
             query_positions=query_positions - past_len,
-            hidden_start=prefix_len - 1 - past_len,
+            hidden_start=prefix_len - 1 - past_len,  # which predicts the first token after it
             past=None if past is None else past.to_transformers(model, any_length=True),
             chunk_tokens=chunk_tokens,
             rope=text.rope,
@@ -275,11 +275,12 @@ def _check_finite(model: PreTrainedModel, captured: Capture) -> None:
             )
 
 
-def _kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
+def kept_positions(known: int, prefix_len: int, *, every: bool) -> Int[Tensor, " sampled"]:
     """The positions of the prefix whose queries a trace keeps."""
     if every:
         return torch.arange(known, prefix_len)
-    tail = torch.arange(max(known, prefix_len - _TAIL), prefix_len)
+    tail = torch.arange(max(known, prefix_len - LAST_POSITIONS), prefix_len)
+    # after a compact cache the prefix's own queries are not fitted to, except kept ones (``Past``)
     return tail if known else torch.cat([sampled_positions(prefix_len), tail]).unique()
 
 
@@ -296,10 +297,7 @@ def _checked_prefix(num_tokens: int, prefix_len: int | None, supervision: str) -
         )
     prefix_len = num_tokens if prefix_len is None else whole("prefix_len", prefix_len)
     longest = num_tokens - (supervision != "self")
-    if not 1 <= prefix_len <= longest:
-        raise InputError(
-            f"prefix_len must be in [1, {longest}] for {num_tokens} tokens, not {prefix_len}"
-        )
+    check_in(f"[1, {longest}]", prefix_len=prefix_len)
     return prefix_len
 
 

@@ -70,6 +70,7 @@ def planned_batches(
             continue
         encoded = [replace(encode(one), is_made=one.id in made) for one in window]
         encoded.sort(key=lambda one: (*one.lengths, one.document.id), reverse=True)
+        # another shard begins in every window: the first batch of each has its longest documents
         for index, batch in enumerate(_equal_batches(encoded), start=window_index):
             is_mine = index % count == number
             if is_mine and not all(one.is_made for one in batch):

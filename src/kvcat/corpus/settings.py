@@ -12,7 +12,7 @@ from kvcat.compress.calibration import budget_digests, load_budgets
 from kvcat.compress.document_cache import document_compressor
 from kvcat.errors import InputError
 from kvcat.options import budget_files
-from kvcat.settings import CacheSettings
+from kvcat.settings import DEFAULT_BITS, CacheSettings
 from kvcat.text.template import ChatTemplate
 
 
@@ -68,8 +68,8 @@ class CorpusSettings(CacheSettings):
     def record(self) -> dict[str, Any]:
         """The settings as JSON values by name; with a file of budgets they hold its digest."""
         values = {**asdict(self), **self.size}
-        if self.bits == "16":  # the same for a corpus: the type of the model
-            values["bits"] = "auto"
+        if self.bits == "auto":  # a corpus has no size in bytes
+            values["bits"] = str(self.compressor.bits or DEFAULT_BITS)
         if not self.budgets:
             del values["budgets"]
         return values

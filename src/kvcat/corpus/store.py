@@ -24,7 +24,7 @@ from kvcat.corpus.manifest import (
 from kvcat.corpus.settings import CorpusSettings, check_same
 from kvcat.corpus.storage import LocalStorage, Storage, open_storage
 from kvcat.errors import InputError
-from kvcat.files import json_bytes, parse_json
+from kvcat.files import check_format, json_bytes, parse_json
 from kvcat.options import typed_fields
 
 if TYPE_CHECKING:
@@ -263,12 +263,8 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
         return None
     name = f"{storage.address}/{SETTINGS}"
     settings = parse_json(content, name)
-    store_format = settings.pop("format", None)
-    if store_format != _FORMAT:
-        raise InputError(
-            f"store {storage.address} has format {str(store_format)[:80]!r}, and this version of "
-            f"kvcat reads {_FORMAT}: compress the corpus again, into another store"
-        )
+    remedy = "compress the corpus again, into another store"
+    check_format(f"store {storage.address}", settings.pop("format", None), _FORMAT, remedy)
     typed_fields(_SETTINGS, {"budgets": "", **settings}, name)
     return settings
 

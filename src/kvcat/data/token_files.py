@@ -35,6 +35,7 @@ from kvcat.errors import InputError, check_least
 from kvcat.files import (
     LOCK_FILE,
     WriteError,
+    check_format,
     check_no_links,
     one_writer,
     read_json,
@@ -59,7 +60,7 @@ _INDEX = {
     "version": int,
     "source": str,
     "tokenizer": str,
-    "dtype": Literal["<u2", "<u4"],
+    "dtype": Literal["<u2", "<i4"],
     "eos": int,
     "opening": tuple[int, ...],
     "seed": int,
@@ -225,12 +226,7 @@ def _read_index(folder: Path) -> dict[str, Any]:
     index = read_json(path)
     if index.get("format") != FORMAT:
         raise InputError(f"{path} does not describe prepared tokens")
-    version = index.get("version")
-    if version != VERSION:
-        raise InputError(
-            f"{folder} has format {version}, and this version of kvcat reads {VERSION}: prepare "
-            "the text again"
-        )
+    check_format(folder, index.get("version"), VERSION, "prepare the text again")
     typed_fields(_INDEX, index, path)
     for split in SPLITS:
         counts = index["splits"].get(split, {})

@@ -170,6 +170,21 @@ class Evaluation:
         """
         raise NotImplementedError
 
+    @classmethod
+    def task(cls, tokenizer: Any, value: Any = None, **options: Any) -> Task:
+        """The task of ``make_task`` for Python: with options by name, the others at their defaults.
+
+        Args:
+            tokenizer, value: as there.
+            options: fields of this class; several values of an option as a list or a tuple.
+        """
+        # on the command line an option may be repeated, each time with several values (``flat``)
+        grouped: dict[str, Any] = {
+            name: (tuple(option),) if isinstance(option, list | tuple) else option
+            for name, option in options.items()
+        }
+        return cls(models=(), out=Path(), **grouped).make_task(tokenizer, value)
+
     def method_specs(self) -> list[str]:
         """The methods to evaluate: NAME or NAME,option=value,... each; empty: dense model only."""
         return []

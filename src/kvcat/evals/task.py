@@ -6,7 +6,7 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from kvcat.errors import InputError, finite
+from kvcat.errors import InputError, check_in
 from kvcat.options import parse_spec
 from kvcat.stats.records import method_label
 
@@ -152,5 +152,4 @@ def check_fits(
 def check_keep_ratios(keep_ratios: Sequence[float]) -> None:
     """Raise ``InputError`` if a keep ratio is outside (0, 1]."""
     for keep_ratio in keep_ratios:
-        if not 0.0 < finite("keep ratio", keep_ratio) <= 1.0:
-            raise InputError(f"keep ratio {keep_ratio:g} is outside (0, 1]")
+        check_in("(0, 1]", keep_ratio=keep_ratio)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_in
 from kvcat.types import Float, Tensor
 
 
@@ -37,8 +37,8 @@ class OutputHead:
             raise InputError(f"an output head must be a plain linear layer, got {kind.__name__}")
         if not abs(self.scale) > 0:
             raise InputError(f"the scale of the logits must not be zero, got {self.scale}")
-        if self.softcap is not None and not self.softcap > 0:
-            raise InputError(f"the soft-cap of the logits must be positive, got {self.softcap}")
+        if self.softcap is not None:
+            check_in("(0, inf)", softcap=self.softcap)
 
     @property
     def weight(self) -> Float[Tensor, "vocab hidden"]:

@@ -6,7 +6,7 @@ All are scalars in float32, or in float64 if their input has that type.
 import torch
 from torch.nn import functional
 
-from kvcat.errors import InputError, finite
+from kvcat.errors import InputError, check_in
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 
@@ -69,8 +69,7 @@ def budget_loss(
 
     References: KV-CAT, appendix "Training objective"; Hwang et al. 2025 (H-Net), arXiv:2507.07955.
     """
-    if not 0 < finite("target", target) < 1:
-        raise InputError(f"target keep ratio must lie in (0, 1), got {target}")
+    check_in("(0, 1)", target=target)
     wide = torch.promote_types(prob.dtype, torch.float32)
     # F is a count of hard decisions: only G, the mean probability, learns
     F = keep.detach().to(wide).mean(1)

@@ -330,12 +330,6 @@ class _Recording:
         if not self._is_own_forward():
             return
         states = args[0] if args else kwargs["hidden_states"]
-        if states.dim() != 3:
-            shape = "x".join(str(size) for size in states.shape)
-            raise InputError(
-                f"{self.model_class} is not supported: its layers get hidden states of shape "
-                f"{shape}, not of batch, tokens and channels"
-            )
         if number in self.queries:
             norms = states.float().square().sum(-1)
             if number not in self.norms:

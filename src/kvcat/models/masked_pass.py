@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from kvcat.attention import SlotGate, enable
 from kvcat.attention.interface import Decision
 from kvcat.cache import layer_windows, recurrent_layers
-from kvcat.errors import InputError, finite, whole
+from kvcat.errors import InputError, check_in, whole
 from kvcat.models.structure import decoder_layers, hidden_states
 from kvcat.policies import SparsificationPolicy, check_group_starts, gate
 from kvcat.types import Float, Int, Tensor
@@ -217,8 +217,7 @@ class MaskedPass(nn.Module):
                     f"{type(policy).__name__} reads attention and has parameters, which no budget "
                     'loss would train: a policy with parameters reads "hidden"'
                 )
-        if not 0 < finite("tau", tau) < 1:
-            raise InputError(f"tau must lie in (0, 1), got {tau}")
+        check_in("(0, 1)", tau=tau)
         enable(model)
         self.tau = tau
         self.detach_prefix = detach_prefix
@@ -254,8 +253,8 @@ class MaskedPass(nn.Module):
         batch, num_tokens = input_ids.shape
         if not self._handles:
             raise InputError("this masked pass is closed")
-        if prefix_len is not None and not 0 < whole("prefix_len", prefix_len) < num_tokens:
-            raise InputError(f"prefix_len {prefix_len} must lie in 1..{num_tokens - 1}")
+        if prefix_len is not None:
+            check_in(f"[1, {num_tokens - 1}]", prefix_len=whole("prefix_len", prefix_len))
         kv_pass = KVPass(self, batch, prefix_len, generators)
         # rows [0, batch) dense, rows [batch, 2 batch) masked
         inputs = {"input_ids": input_ids.repeat(2, 1)}

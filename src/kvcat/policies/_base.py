@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import nn
 
-from kvcat.errors import InputError, finite
+from kvcat.errors import InputError, check_in
 from kvcat.types import Float, Tensor
 
 
@@ -63,8 +63,7 @@ class ExactCount(SparsificationPolicy):
 
     def __init__(self, keep_ratio: float) -> None:
         super().__init__()
-        if not 0 < finite("keep_ratio", keep_ratio) <= 1:
-            raise InputError(f"keep ratio must lie in (0, 1], got {keep_ratio}")
+        check_in("(0, 1]", keep_ratio=keep_ratio)
         self.keep_ratio = float(keep_ratio)
 
     def keep_largest(self, values: Float[Tensor, "batch tokens"]) -> Float[Tensor, "batch tokens"]:
@@ -102,9 +101,7 @@ def check_group_starts(
         InputError: empty, unsorted, duplicated or outside the model; num_groups out of range.
     """
     if group_starts is None:
-        if not 1 <= num_groups <= num_layers:
-            allowed = f"1..{num_layers} (the model's layers)"
-            raise InputError(f"number of groups must lie in {allowed}, got {num_groups}")
+        check_in(f"[1, {num_layers}]", num_groups=num_groups)
         return [i * num_layers // num_groups for i in range(num_groups)]
     starts = list(group_starts)
     if not starts:

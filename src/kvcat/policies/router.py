@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from kvcat.errors import InputError, check_least, finite
+from kvcat.errors import check_in, check_least
 from kvcat.policies._base import SparsificationPolicy
 from kvcat.types import Float, Tensor
 
@@ -55,8 +55,7 @@ class Router(SparsificationPolicy):
     ) -> None:
         super().__init__()
         check_least(1, hidden_size=hidden_size, feature_dim=feature_dim)
-        if finite("noise", noise) < 0:
-            raise InputError(f"noise is {noise}; it must be at least 0")
+        check_in("[0, inf)", noise=noise)
         if generator is None:
             generator = torch.Generator().manual_seed(0)
         self.norm = nn.LayerNorm(hidden_size, dtype=torch.float32)

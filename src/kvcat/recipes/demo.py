@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from kvcat.errors import InputError
-from kvcat.evals import evaluate
-from kvcat.evals.evaluations.suffix import SuffixTask, make_task
+from kvcat.evals import Task, evaluate
+from kvcat.evals.evaluations.suffix import Suffix
 from kvcat.files import claim_folder, one_writer
 from kvcat.hub import BASE_NAME
 from kvcat.models import load
@@ -106,9 +106,9 @@ def training_config(
     )
 
 
-def compression_task(tokenizer: Any, plan: DemoPlan) -> SuffixTask:
+def compression_task(tokenizer: Any, plan: DemoPlan) -> Task:
     """Held-out windows whose caches are made from the prefix alone, as for a document."""
-    return make_task(
+    return Suffix.task(
         tokenizer,
         windows=plan.num_windows,
         prefix=384,
@@ -174,11 +174,10 @@ def _evaluate_training(plan: DemoPlan, out: Path, *, seed: int, device: str) -> 
     folders = {BASE: BASE_NAME, **_train_both(plan, out, seed=seed, device=device)}
     models = {label: load(folder, device=device) for label, folder in folders.items()}
     tokenizer = models[BASE][1]
-    task = make_task(tokenizer, windows=plan.trained_windows)
+    task = Suffix.task(tokenizer, windows=plan.trained_windows)
     folder = out / "training"
-    evaluate(
-        task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed]
-    )  # caches are fitted to the suffix, as in the paper
+    # caches are fitted to the suffix, as in the paper
+    evaluate(task, models, plan.trained_methods, plan.trained_keep_ratios, folder, seeds=[seed])
     return read_results(folder)
 
 

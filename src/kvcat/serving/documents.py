@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from kvcat.cache import CompactCache, layer_windows
+from kvcat.cache import CompactCache, check_same_model, layer_windows
 from kvcat.cache.files import CACHE, read_tensors
 from kvcat.corpus import CHAT_STORE, Store
 from kvcat.corpus.manifest import cache_file
@@ -242,11 +242,7 @@ class DocumentStore(Documents):
         self.store = Store(address)
         known = str(self.store.settings.get("fingerprint"))
         mine = fingerprints(str(self.store.settings.get("dtype", "float32")))
-        if known != mine:
-            raise InputError(
-                f"store {address} belongs to another model: its fingerprint is {known[:12]}, the "
-                f"served model's {mine[:12]}"
-            )
+        check_same_model(f"store {address}", known, mine)
 
     def check_joined(self) -> None:
         """Raise an ``InputError`` for a store whose documents all open a turn."""

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.cache import CompactCache, fingerprint
+from kvcat.cache import CompactCache, check_same_model, fingerprint
 from kvcat.compress import compose
 from kvcat.corpus import CHAT_STORE, Store
 from kvcat.errors import InputError, check_least, one_line
@@ -182,12 +182,7 @@ class Engine:
         check_least(0, cache_bytes=cache_bytes)
         check_least(1, most_waiting=most_waiting)
         known = str(store.settings.get("fingerprint"))
-        mine = fingerprint(model)
-        if known != mine:
-            raise InputError(
-                f"store {store.address} belongs to another model: its fingerprint is {known[:12]}, "
-                f"the model's {mine[:12]}"
-            )
+        check_same_model(f"store {store.address}", known, fingerprint(model))
         self.documents = RecentDocuments(store, cache_bytes, model)
         self.num_answers = 0
         self.num_batches = 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from kvcat.cache import check_same_model
 from kvcat.cache.files import write_bytes
 from kvcat.errors import InputError
 from kvcat.files import check_appended_seal
@@ -173,11 +174,8 @@ class LlamaCpp:
 
     def _check_fits(self, prefix: Prefix) -> None:
         """Reject a cache of another model, another shape, or more slots than cells."""
-        if self._fingerprint not in ("", prefix.fingerprint):
-            raise InputError(
-                "the cache belongs to another model: its fingerprint is "
-                f"{prefix.fingerprint[:12]}, the GGUF file's {self._fingerprint[:12]}"
-            )
+        if self._fingerprint:
+            check_same_model("the cache", prefix.fingerprint, self._fingerprint)
         if self._architecture not in _INTERLEAVED:
             raise InputError(
                 f"the order of channels of architecture {self._architecture!r} is not known"

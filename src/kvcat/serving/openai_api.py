@@ -8,14 +8,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvcat.errors import InputError
+from kvcat.serving.documents import MOST_DOCUMENTS
 from kvcat.serving.engine import Question, RequestError, Usage
+from kvcat.serving.requests import FIELD
 from kvcat.settings import Sampling
 from kvcat.text.encoder import repaired
 
-FIELD = "kvcat"
-"""The field of a request that names its documents."""
-MOST_DOCUMENTS = 16
-"""Most documents of a request."""
 _WITHOUT_EFFECT = frozenset({"metadata", "service_tier", "store", "stream_options", "user"})
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "best_of": (1,),

@@ -14,6 +14,7 @@ from kvcat.text.encoder import TextEncoder
 from kvcat.text.template import ChatTemplate
 
 FIELD = "kvcat"
+"""The field of a request that names its documents."""
 SALT = "kvcat:"
 
 

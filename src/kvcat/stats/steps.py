@@ -103,7 +103,7 @@ def first_step_at(
     """
     numbers = np.asarray(steps, dtype=float)
     is_there = curves <= level
-    after = is_there.argmax(0)
+    after = is_there.argmax(0)  # 0 as well where no step is there, which the last line mends
     before = np.maximum(after - 1, 0)
     draws = np.arange(len(level))
     height_before = curves[before, draws] - level

@@ -180,7 +180,8 @@ def _breakpoints(longest: int) -> tuple[Tensor, Tensor, float]:
     corners = []
     down = Fraction(0)
     for q, after in itertools.zip_longest(ratios, ratios[1:]):
-        start = scale * (q - 1)
+        start = scale * (q - 1)  # t at y = 0
+        # up with slope 1/q to 1 at start + q, then down to 0 where the next ratio starts
         before = down
         down = -1 / (scale * (after - 1) - start - q) if after else Fraction(0)
         corners += [(start, 1 / q - before), (start + q, down - 1 / q)]

@@ -78,6 +78,8 @@ def enclosing_ball(
         distances = w * np.linalg.norm(x - center, axis=1)
         farthest = int(distances.argmax())
         inside = distances[held].max()
+        # the ball of a subset is no larger than that of all points, so without a point outside it
+        # is theirs
         if farthest in held or distances[farthest] <= inside * (1 + 1e-13):
             break
         held.append(farthest)

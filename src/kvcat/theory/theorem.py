@@ -22,7 +22,7 @@ import pandas as pd
 import torch
 from torch.nn.functional import one_hot, pad
 
-from kvcat.errors import InputError, finite, whole
+from kvcat.errors import InputError, check_in, whole
 from kvcat.theory import definitions as d
 from kvcat.theory.definitions import FeedForward, FunctionTable, Transformer, sequences
 from kvcat.types import Float, Int, Tensor
@@ -90,8 +90,7 @@ def alarm_gain(table: FunctionTable, constant: float) -> float:
     outweighs C, the value wanted and all that detectors, each between 0 and f(a), can take from it.
     A power of two, so that the product is exact; the eighth leaves room for rounding.
     """
-    if finite("constant", constant) <= 0:
-        raise InputError(f"the constant C must be positive, got {constant}")
+    check_in("(0, inf)", constant=constant)
     first = torch.cat(table.values)[:, 0]
     opposed = constant + float(first.max() - first.clamp(max=0).sum())
     return 2.0 ** math.ceil(
@@ -179,6 +178,8 @@ def _network(table: FunctionTable, gain: float) -> Transformer:
         nothing, nothing, FeedForward(w_1, -torch.ones_like(w_2[:, 0]), w_2, b_2)
     )
     last = _detector_map(layout, table, gain)
+    # values are [w, x, w, 0], of which W_O adds blocks 3 and 4 to the stream: y becomes the average
+    # of phi, and z stays 0 unless a cache puts values there
     second = d.averaging_block(
         layout.move((1, 1), (2, 2), (1, 3)), layout.move((3, 3), (4, 4)), last
     )
@@ -206,10 +207,12 @@ def _detector_map(layout: Layout, table: FunctionTable, gain: float) -> FeedForw
     for j in range(1, N + 1):
         stop = start + layout.num_symbols**j
         y[:, start:stop] = layout.code(sequences(layout.num_symbols, j)).T - (j - 0.5) / j
+        # with the bias -N this is N (x_j - 1): 0 at position j; elsewhere the detectors stay silent
         x[j - 1, start:stop] = N
         start = stop
     w_1[:, saturate] = w_1[:, rise]
     b_1[saturate] -= q
+    # f(a) [relu(h) - relu(h - q)] / q: from 0 to f(a) as h rises by q, and no further
     w_2[rise] = torch.cat(table.values) / q
     w_2[saturate] = -w_2[rise]
     y[layout.watched, torch.arange(above.start, above.stop)] = 1.0
@@ -267,6 +270,7 @@ def certified_bound(
     check_argument(network)
     ffn = network.blocks[-1].feed_forward
     (rise, saturate, *_) = _layout(network).units
+    # a pair relu(h) - relu(h - q) reaches at most q, which is the difference of its biases
     steps = ffn.w_2[rise, 0] * (ffn.b_1[rise] - ffn.b_1[saturate])
     largest = float(network(sequences(network.num_symbols, n + k))[:, 0].max())
     return (
@@ -294,6 +298,7 @@ def least_alarm(network: Transformer, position: int, num_averaged: int) -> float
         lines.append(
             (gain * slope, gain * (slope * last_is_t + float(ffn.b_1[unit] + ffn.w_1[x, unit])))
         )
+    # the lines up v + above and down v + below are equal at v = (below - above) / (up - down)
     (up, above), (down, below) = lines
     return max(0.0, (up * below - down * above) / (up - down)) if down < 0 < up else 0.0
 
@@ -313,6 +318,7 @@ def check_argument(network: Transformer) -> None:
     y = layout.block(3)
     z = layout.block(4)
     one = torch.eye(layout.num_positions, dtype=torch.float64)
+    # all that alarms read; what they may read is taken out, so that nothing must be left
     read = ffn.w_1[:, above].bool() | ffn.w_1[:, below].bool()
     read[y.start + layout.watched, torch.arange(layout.num_positions)] = False
     read[layout.block(2)] &= ~one.bool()

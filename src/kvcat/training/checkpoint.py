@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from kvcat.errors import InputError, one_line
 from kvcat.files import (
     atomic_write,
+    check_format,
     file_digest,
     parse_json,
     reason,
@@ -262,9 +263,8 @@ def verify(folder: Path) -> dict[str, Any]:
     damaged = f"checkpoint {folder} is damaged"
     try:
         state = _read_state(folder / _STATE)
-        if state["format"] != _FORMAT:
-            versions = f"has format {state['format']}, and this version of kvcat reads {_FORMAT}"
-            raise InputError(f"checkpoint {folder} {versions}: begin the run in another folder")
+        remedy = "begin the run in another folder"
+        check_format(f"checkpoint {folder}", state["format"], _FORMAT, remedy)
         for name, digest in state["sha256"].items():
             if file_digest(folder / name) != digest:
                 raise DamagedError(f"{damaged}: {name} does not match its checksum")

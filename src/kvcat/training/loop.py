@@ -228,6 +228,7 @@ class Trainer:
         for sequence in sequences:
             entropy = [run.config.seed, step is not None, step or 0, sequence]
             word = np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0]
+            # shifted, because torch accepts no seed beyond 63 bits
             generators.append(torch.Generator().manual_seed(int(word >> 1)))
         tokens = tokens.to(run.world.device, non_blocking=True)
         return run.objective(tokens, generators, step)

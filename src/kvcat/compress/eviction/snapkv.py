@@ -7,7 +7,7 @@ from torch.nn.functional import avg_pool1d, max_pool1d
 
 from kvcat.compress.base import Scorer, Scores, received_mass
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError, check_least, check_one_of
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class SnapKV(Scorer):
         check_least(1, window=self.window, kernel_size=self.kernel_size)
         if self.kernel_size % 2 == 0:
             raise InputError(f"kernel_size must be odd and positive, not {self.kernel_size}")
-        if self.pooling not in ("max", "average"):
-            raise InputError(f"pooling must be 'max' or 'average', not {self.pooling!r}")
+        check_one_of("pooling", self.pooling, ("max", "average"))
 
     def measure(self, trace: Trace) -> Scores:
         """Pooled votes; within the window as they are."""

@@ -29,6 +29,7 @@ from kvcat.errors import InputError, check_one_of, did_you_mean
 from kvcat.options import check_options
 
 BUDGETS = ("equal", "adaptive")
+_LEAST_ROUNDED_AFTER = 8  # bits from which on a fit is rounded at its end
 PRESETS: dict[str, dict[str, Any]] = {
     "stable": {},
     "known": {"own_weight": 0.0, "ridge": 3e-3},
@@ -139,9 +140,12 @@ class AttentionMatching(_Options):
     ) -> Iterator[Sequence[HeadGrid]]:
         """The heads with their codes.
 
-        The keys are rounded first. Log-bias and values are fitted to the rounded keys, and then the
-        values are rounded, each making up for the errors of those before.
+        In 4 bits the keys are rounded first. Log-bias and values are fitted to the rounded keys,
+        and then the values are rounded, each making up for the errors of those before. In 8 bits
+        the steps are so small that this gains nothing: the fit is rounded at its end.
         """
+        if bits >= _LEAST_ROUNDED_AFTER:
+            return super().fit_codes(prefix, sizes, bits)
         return self._fitted_heads(prefix, sizes, bits)
 
     @torch.no_grad()

@@ -12,7 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from kvcat.cache import CacheRecord, CompactCache, QuantizedLayer, fingerprint
+from kvcat.cache import CacheRecord, CompactCache, QuantizedLayer, check_same_model, fingerprint
 from kvcat.cache.files import (
     SESSION,
     checked_layers,
@@ -159,11 +159,7 @@ def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
     typed_fields({"fingerprint": str, "content": str}, entries, path)
     theirs = entries["fingerprint"]
     ours = fingerprint(model)
-    if ours != theirs:
-        raise InputError(
-            f"session {path} belongs to another model: its fingerprint is {theirs[:12]}, the "
-            f"model's {ours[:12]}"
-        )
+    check_same_model(f"session {path}", theirs, ours)
     try:
         content = json.loads(entries["content"])
         saved = {name: content.pop(name) for name in ("settings", "conversation")}

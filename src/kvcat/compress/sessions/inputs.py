@@ -12,7 +12,6 @@ from kvcat.cache import (
     recurrent_layers,
     rope_border,
 )
-from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
 from kvcat.compress.registry import make_compressor
 from kvcat.errors import InputError
@@ -85,16 +84,6 @@ def checked_method(method: str | Compressor) -> Compressor:
             "compact already: choose another method"
         )
     return compressor
-
-
-def check_protectable(compressor: Compressor, protect: Sequence[Range]) -> None:
-    """Raise an ``InputError`` for protected tokens and a method that changes every slot."""
-    if protect and not compressor.protects:
-        raise InputError(f"{compressor.name} protects no slots: leave out protect")
-    if protect and compressor.bits is not None:
-        raise InputError(
-            f"protected slots are exact, not in {compressor.bits} bits: leave out bits or protect"
-        )
 
 
 def checked_model(model: PreTrainedModel) -> str:

@@ -21,7 +21,6 @@ from kvcat.compress.sessions.files import SavedSession, read_session, session_lo
 from kvcat.compress.sessions.generation import SessionRow, check_settings, inputs_after
 from kvcat.compress.sessions.inputs import (
     Tokens,
-    check_protectable,
     checked_method,
     checked_model,
     token_ids,
@@ -74,8 +73,7 @@ class Session:
 
     Raises:
         InputError: a number out of its range; a budget that is too small for tail, room and
-            protected tokens; a method or a model that cannot compress again; protected tokens and
-            a method that quantises.
+            protected tokens; a method or a model that cannot compress again.
     """
 
     def __init__(
@@ -114,7 +112,8 @@ class Session:
         self._turns = Turns(self._encoder)
         self._lock = ExitStack()
         self._locked_path: Path | None = None
-        check_protectable(self._compressor, self.protect)
+        if self.protect:
+            self._compressor.check_protects()
         check_budget(self.budget, self.tail, self.room, self.protect)
 
     @property
@@ -183,7 +182,7 @@ class Session:
             if protect:
                 added = (start, start + len(ids))
                 self.protect = joined_ranges([*self.protect, added], start + len(ids))
-                check_protectable(self._compressor, self.protect)
+                self._compressor.check_protects()
                 check_budget(self.budget, self.tail, self.room, self.protect)
             self._append(ids)
 

@@ -84,15 +84,49 @@ class LongBench(CompressingEvaluation):
     # nothing is drawn: the order follows from the rows' names
     data_seed: tyro.conf.Suppress[int] = 0
 
-    def make_task(self, tokenizer: Any, value: Any) -> "LongBenchTask":  # noqa: ARG002, D102
-        sub_domains = tuple(flat(self.sub_domain)) or PAPER_SUB_DOMAINS
-        return make_task(
-            self.data,
-            sub_domains=None if sub_domains == ("all",) else sub_domains,
-            limit=self.limit,
-            max_tokens=self.max_tokens,
-            keep_ratios=self.keep_ratios(),
-            bos=self.bos,
+    def make_task(self, tokenizer: Any, value: Any) -> "LongBenchTask":  # noqa: ARG002 not needed
+        """The examples in rows with the released columns.
+
+        Their order depends only on their names, so that the first n are a random sample.
+
+        Raises:
+            InputError: as in ``read_rows``; a row lacks a valid text or answer, or has the ``_id``
+                of another row; no row is in the sub-domains.
+        """
+        from kvcat.data import name_seed
+        from kvcat.data.rows import data_name, read_rows
+
+        wanted = tuple(flat(self.sub_domain)) or PAPER_SUB_DOMAINS
+        examples: dict[str, LongBenchExample] = {}
+        strata: dict[str, str] = {}
+        for number, row in enumerate(read_rows(self.data), start=1):
+            example = _example(row, f"row {number} of {self.data}")
+            if example.name in examples:
+                raise InputError(
+                    f"row {number} of {self.data} has the _id {example.name!r} of an earlier row"
+                )
+            # a text with questions from two sub-domains is a separate document in each
+            if strata.setdefault(example.document, example.stratum) != example.stratum:
+                example = replace(example, document=f"{example.document} {example.stratum}")
+            examples[example.name] = example
+        selected = [
+            example
+            for example in examples.values()
+            if wanted == ("all",) or example.stratum in wanted
+        ]
+        if not selected:
+            existing = sorted({example.stratum for example in examples.values()})
+            raise InputError(
+                f"{self.data} has no row of sub-domain {', '.join(wanted)}; it has "
+                f"{', '.join(existing) or 'nothing'}"
+            )
+        selected.sort(key=lambda example: name_seed(f"longbench:{example.name}"))
+        return LongBenchTask(
+            tuple(selected[: self.limit]),
+            data_name(self.data),
+            self.max_tokens,
+            tuple(self.keep_ratios()),
+            self.bos,
         )
 
 
@@ -132,61 +166,6 @@ class LongBenchExample:
     question: str
     choices: tuple[str, str, str, str]
     answer: str
-
-
-def make_task(
-    data: str = HUB_SOURCE,
-    *,
-    sub_domains: Sequence[str] | None = PAPER_SUB_DOMAINS,
-    limit: int | None = None,
-    max_tokens: int = MAX_TOKENS,
-    keep_ratios: Sequence[float] = (0.1, 0.2, 0.5),
-    bos: Bos = "auto",
-) -> "LongBenchTask":
-    """The LongBench v2 evaluation on rows with the released columns.
-
-    The order depends only on the examples' names, so that the first n are a random sample.
-
-    Args:
-        data: source of the rows, as in ``read_rows``.
-        sub_domains: sub-domains whose rows are used; None: all.
-        limit: largest number of examples; None: no limit.
-        max_tokens, keep_ratios, bos: as in ``LongBenchTask``.
-
-    Raises:
-        InputError: as in ``read_rows``; a row lacks a valid text or answer, or has the ``_id`` of
-            another row; no row is in the sub-domains.
-    """
-    from kvcat.data import name_seed
-    from kvcat.data.rows import data_name, read_rows
-
-    examples: dict[str, LongBenchExample] = {}
-    strata: dict[str, str] = {}
-    for number, row in enumerate(read_rows(data), start=1):
-        example = _example(row, f"row {number} of {data}")
-        if example.name in examples:
-            raise InputError(
-                f"row {number} of {data} has the _id {example.name!r} of an earlier row"
-            )
-        # a text with questions from two sub-domains is a separate document in each
-        if strata.setdefault(example.document, example.stratum) != example.stratum:
-            example = replace(example, document=f"{example.document} {example.stratum}")
-        examples[example.name] = example
-    selected = [
-        example
-        for example in examples.values()
-        if sub_domains is None or example.stratum in sub_domains
-    ]
-    if not selected:
-        existing = sorted({example.stratum for example in examples.values()})
-        raise InputError(
-            f"{data} has no row of sub-domain {', '.join(sub_domains or ('any',))}; it has "
-            f"{', '.join(existing) or 'nothing'}"
-        )
-    selected.sort(key=lambda example: name_seed(f"longbench:{example.name}"))
-    return LongBenchTask(
-        tuple(selected[:limit]), data_name(data), max_tokens, tuple(keep_ratios), bos
-    )
 
 
 def _example(row: Any, where: str) -> LongBenchExample:

@@ -8,7 +8,7 @@ import random
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -20,9 +20,6 @@ from kvcat.evals.task import Values, vocabulary
 from kvcat.option_types import Bos, Count
 from kvcat.stats.metrics import share_of_examples
 from kvcat.text.encoder import opening_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,14 +69,61 @@ class Needle(CompressingEvaluation):
     """Examples at each of five depths: the paper has 20; use 100 for results you publish."""
     bos: Bos = "auto"
 
-    def make_task(self, tokenizer: Any, value: Any) -> "NeedleTask":  # noqa: ARG002, D102
-        return make_task(
-            tokenizer,
-            length=self.length,
-            per_depth=self.per_depth,
-            seed=self.data_seed,
-            bos=self.bos,
-        )
+    def make_task(self, tokenizer: Any, value: Any) -> "NeedleTask":  # noqa: ARG002
+        """The examples in the tokens of a tokenizer.
+
+        A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler,
+        each of which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded
+        separately, so that the query has the same tokens as the beginning of the needle. The random
+        draws of an example depend only on the seed, the index of its depth and its number. The
+        first n examples are distributed evenly over the depths.
+
+        Raises:
+            InputError: the haystack is too short, or the tokenizer cannot encode digits.
+        """
+        from kvcat.compress import INSTRUCTION
+
+        check_least(1, per_depth=self.per_depth)
+        pieces = Pieces(tokenizer)
+        opening = tuple(opening_ids(tokenizer, self.bos))
+        examples = []
+        for instance in range(self.per_depth):
+            for depth_index, depth in enumerate(DEPTHS):
+                key = (self.data_seed, depth_index, instance)
+                passkey = number(draws(*key, "passkey"), _DIGITS)
+                question, answer = answer_ids(tokenizer, QUERY, passkey)
+                needle = (*question, *answer, *pieces(".\n"))
+                room = self.length - len(opening) - len(needle)
+                missing = len(pieces(INSTRUCTION)) - room
+                if missing > 0:
+                    raise InputError(
+                        f"a haystack of {self.length} tokens is too short: needle and instruction "
+                        f"need {self.length + missing}"
+                    )
+                num_before = round(depth * room)
+                before = _haystack(pieces, (*key, "before"), passkey, num_before)
+                after = _haystack(pieces, (*key, "after"), passkey, room - num_before)
+                example = Question(
+                    document=f"{depth:g}-{instance}",
+                    name="0",
+                    stratum=f"{depth:g}",
+                    context=(*opening, *before, *needle, *after),
+                    question=question,
+                    answer=answer,
+                    references=(passkey,),
+                    max_new_tokens=_DIGITS + 2,
+                )
+                examples.append(example)
+        options: dict[str, Any] = {
+            "length": self.length,
+            "depths": DEPTHS,
+            "per_depth": self.per_depth,
+            "distractor_rate": DISTRACTOR_RATE,
+            "seed": self.data_seed,
+        }
+        if self.bos != "auto":
+            options["bos"] = self.bos
+        return NeedleTask("passkey", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 QUERY = "Memory record: special_passkey="
@@ -95,7 +139,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class NeedleTask(QuestionTask):
-    """A task to retrieve passkeys from compressed haystacks; ``make_task`` creates it.
+    """A task to retrieve passkeys from compressed haystacks.
 
     An answer has two values. ``exact_match`` is 1 if the greedy answer is the passkey and no digit
     follows, else 0. ``correct_prefix`` is the share of the passkey's digits before the first wrong
@@ -120,78 +164,6 @@ class NeedleTask(QuestionTask):
             "exact_match": float(digits == passkey),
             "correct_prefix": num_correct / len(passkey),
         }
-
-
-def make_task(
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    length: int = 1024,
-    per_depth: int = 20,
-    seed: int = 0,
-    bos: Bos = "auto",
-) -> NeedleTask:
-    """The needle evaluation, in the tokens of a tokenizer.
-
-    A haystack is the needle, "Memory record: special_passkey=483920.", between lines of filler,
-    each of which is a distractor with probability ``DISTRACTOR_RATE``. Every line is encoded
-    separately, so that the query has the same tokens as the beginning of the needle. The random
-    draws of an example depend only on the seed, the index of its depth and its number. The first n
-    examples are distributed evenly over the depths.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        length: number of tokens in a haystack, that is, before the query.
-        per_depth: number of examples at each of ``DEPTHS``.
-        seed: seed of the random draws.
-        bos: start of a haystack (``opening_ids``).
-
-    Raises:
-        InputError: a value is out of range, the haystack is too short, or the tokenizer cannot
-            encode digits.
-    """
-    from kvcat.compress import INSTRUCTION
-
-    check_least(1, per_depth=per_depth)
-    pieces = Pieces(tokenizer)
-    opening = tuple(opening_ids(tokenizer, bos))
-    examples = []
-    for instance in range(per_depth):
-        for depth_index, depth in enumerate(DEPTHS):
-            key = (seed, depth_index, instance)
-            passkey = number(draws(*key, "passkey"), _DIGITS)
-            question, answer = answer_ids(tokenizer, QUERY, passkey)
-            needle = (*question, *answer, *pieces(".\n"))
-            room = length - len(opening) - len(needle)
-            missing = len(pieces(INSTRUCTION)) - room
-            if missing > 0:
-                raise InputError(
-                    f"a haystack of {length} tokens is too short: needle and instruction need "
-                    f"{length + missing}"
-                )
-            num_before = round(depth * room)
-            before = _haystack(pieces, (*key, "before"), passkey, num_before)
-            after = _haystack(pieces, (*key, "after"), passkey, room - num_before)
-            example = Question(
-                document=f"{depth:g}-{instance}",
-                name="0",
-                stratum=f"{depth:g}",
-                context=(*opening, *before, *needle, *after),
-                question=question,
-                answer=answer,
-                references=(passkey,),
-                max_new_tokens=_DIGITS + 2,
-            )
-            examples.append(example)
-    options: dict[str, Any] = {
-        "length": length,
-        "depths": DEPTHS,
-        "per_depth": per_depth,
-        "distractor_rate": DISTRACTOR_RATE,
-        "seed": seed,
-    }
-    if bos != "auto":
-        options["bos"] = bos
-    return NeedleTask("passkey", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 def _haystack(

@@ -21,10 +21,10 @@ import numpy as np
 import pandas as pd
 import tyro
 
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_in
 from kvcat.evals.evaluation import Evaluation, LinePlot, ResultTable
-from kvcat.evals.evaluations.suffix import Suffix, SuffixTask, make_task
-from kvcat.evals.task import Method
+from kvcat.evals.evaluations.suffix import Suffix
+from kvcat.evals.task import Method, Task
 from kvcat.option_types import Bos, Count, Counts, Seed, Split, Strings, flat
 from kvcat.stats.intervals import NO_ESTIMATE, ClusterBootstrap
 from kvcat.stats.records import Record
@@ -62,16 +62,16 @@ class Profile(Evaluation):
     seed: Seed = 0
     batch_size: tyro.conf.Suppress[int] = 16
 
-    def make_task(self, tokenizer: Any, value: Any) -> "SuffixTask":  # noqa: ARG002, D102
-        return make_task(
+    def make_task(self, tokenizer: Any, value: Any) -> Task:  # noqa: ARG002, D102
+        return Suffix.task(
             tokenizer,
             self.data,
-            self.split,
+            split=self.split,
             prefix=self.prefix,
             suffix=self.suffix,
             windows=self.windows,
             per_document=self.windows,
-            seed=self.data_seed,
+            data_seed=self.data_seed,
             supervision=SUPERVISION,
             bos=self.bos,
         )
@@ -135,10 +135,7 @@ def slot_ratios(slots: Sequence[int], prefix_len: int) -> list[float]:
     if len(set(slots)) < len(slots):
         raise InputError(f"slots are {list(slots)}; give each once")
     for num_slots in slots:
-        if not 1 <= num_slots <= prefix_len:
-            raise InputError(
-                f"{num_slots} slots are outside 1 to {prefix_len}, the tokens of a prefix"
-            )
+        check_in(f"[1, {prefix_len}]", slots=num_slots)
     return [num_slots / prefix_len for num_slots in sorted(slots)]
 
 

@@ -95,9 +95,31 @@ class QA(Evaluation):
     limit: Count = 1000
     """Number of questions from each task; all models get the same questions."""
 
-    def make_task(self, tokenizer: Any, value: Any) -> "QATask":  # noqa: ARG002, D102
-        tasks = flat(self.tasks) or None
-        return make_task(self.data, tasks=tasks, num_examples=self.limit, seed=self.data_seed)
+    def make_task(self, tokenizer: Any, value: Any) -> "QATask":  # noqa: ARG002 not needed
+        """A random sample from every task.
+
+        The sample depends only on the seed and the rows' names. The examples alternate between
+        tasks.
+
+        Raises:
+            InputError: a task is unknown or has no file; otherwise as in ``read_examples``.
+        """
+        check_least(1, limit=self.limit)
+        tasks = flat(self.tasks)
+        for task in tasks:
+            if task not in TASKS:
+                raise unknown_name("QA task", task, TASKS)
+        samples = []
+        for task, source in _sources(self.data, tasks).items():
+            examples = read_examples(task, source)
+            examples.sort(
+                key=lambda example: _digest([self.data_seed, example.stratum, example.name])
+            )
+            samples.append(examples[: self.limit])
+        in_turns = []
+        for turn in range(max(len(sample) for sample in samples)):
+            in_turns += [sample[turn] for sample in samples if turn < len(sample)]
+        return QATask(tuple(in_turns))
 
 
 Row = Mapping[str, Any]
@@ -207,45 +229,7 @@ TASKS: dict[str, tuple[str, Callable[[Row], Cloze]]] = {
 """The source and the reader of rows, by the name of the task."""
 
 
-def make_task(
-    folder: Path | None = None,
-    *,
-    tasks: Sequence[str] | None = None,
-    num_examples: int = 1000,
-    seed: int = 0,
-) -> "QATask":
-    """The QA evaluation on a random sample from every task.
-
-    The sample depends only on the seed and the rows' names. The examples alternate between tasks.
-
-    Args:
-        folder: folder with a JSON Lines file TASK*.jsonl for each task, with the Hub's columns (the
-            first such file is used); None: the Hub.
-        tasks: names in ``TASKS``; None: all tasks, or those in the folder.
-        num_examples: number of examples from each task, at least 1; a smaller task is used
-            completely.
-        seed: seed of the sample.
-
-    Raises:
-        InputError: a value is out of range, a task is unknown or has no file; otherwise as in
-            ``read_examples``.
-    """
-    check_least(1, num_examples=num_examples)
-    for task in tasks or ():
-        if task not in TASKS:
-            raise unknown_name("QA task", task, TASKS)
-    samples = []
-    for task, source in _sources(folder, tasks).items():
-        examples = read_examples(task, source)
-        examples.sort(key=lambda example: _digest([seed, example.stratum, example.name]))
-        samples.append(examples[:num_examples])
-    in_turns = []
-    for turn in range(max(len(sample) for sample in samples)):
-        in_turns += [sample[turn] for sample in samples if turn < len(sample)]
-    return QATask(tuple(in_turns))
-
-
-def _sources(folder: Path | None, tasks: Sequence[str] | None) -> dict[str, str]:
+def _sources(folder: Path | None, tasks: Sequence[str]) -> dict[str, str]:
     """The source of each task's rows, in the order of ``TASKS``."""
     sources = {}
     for task, (hub_source, _) in TASKS.items():

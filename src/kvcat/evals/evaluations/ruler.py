@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, NamedTuple
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import tyro
 
@@ -21,9 +21,6 @@ from kvcat.evals.task import Values, vocabulary
 from kvcat.option_types import Bos, Count, Counts, Strings, flat
 from kvcat.stats.metrics import share_of_examples
 from kvcat.text.encoder import opening_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,14 +64,59 @@ class Ruler(CompressingEvaluation):
     bos: Bos = "auto"
     batch_size: BatchSize = 1
 
-    def make_task(self, tokenizer: Any, value: Any) -> "RulerTask":  # noqa: D102
-        return make_task(
-            tokenizer,
-            length=value or 4096,
-            tasks=flat(self.tasks) or None,
-            per_task=self.per_task,
-            seed=self.data_seed,
-            bos=self.bos,
+    def make_task(self, tokenizer: Any, value: Any) -> "RulerTask":
+        """The examples in the tokens of a tokenizer.
+
+        Every text has exactly as many tokens as ``value`` says: the opening, the end of a neutral
+        line, and whole lines. The random draws of an example depend only on the seed, its task, the
+        length and its number. For every n, the first n examples are distributed evenly over the
+        tasks.
+
+        Raises:
+            InputError: a task is unknown, or the text is too short for a task.
+        """
+        length = value or 4096
+        names = tuple(dict.fromkeys(flat(self.tasks) or RULER_TASKS))
+        check_least(1, per_task=self.per_task)
+        for name in names:
+            if name not in RULER_TASKS:
+                raise unknown_name("RULER task", name, RULER_TASKS)
+        pieces = Pieces(tokenizer)
+        opening = tuple(opening_ids(tokenizer, self.bos))
+        num_tokens = length - len(opening)
+        examples = []
+        for instance in range(self.per_task):
+            for name in names:
+                draw = draws(self.data_seed, name, length, instance)
+                try:
+                    text = RULER_TASKS[name](draw, pieces, num_tokens)
+                except InputError as error:
+                    raise InputError(f"{name}: {error}") from None
+                body = pieces.filled(text.lines, filler_lines(draw), num_tokens)
+                question, answer = answer_ids(
+                    tokenizer, text.question, " " + ", ".join(text.answers)
+                )
+                example = Question(
+                    document=f"{name}-{instance}",
+                    name="0",
+                    stratum=name,
+                    context=(*opening, *body),
+                    question=question,
+                    answer=answer,
+                    references=text.answers,
+                    max_new_tokens=2 * len(answer) + 16,
+                )
+                examples.append(example)
+        options: dict[str, Any] = {
+            "length": length,
+            "tasks": names,
+            "per_task": self.per_task,
+            "seed": self.data_seed,
+        }
+        if self.bos != "auto":
+            options["bos"] = self.bos
+        return RulerTask(
+            f"ruler-{length}", tuple(examples), options, vocabulary(tokenizer), opening
         )
 
 
@@ -95,7 +137,7 @@ _VOWELS = "aeiou"
 
 @dataclass(frozen=True)
 class RulerTask(QuestionTask):
-    """Questions about compressed synthetic texts; ``make_task`` creates the task.
+    """Questions about compressed synthetic texts.
 
     An answer has two values. ``string_match`` is the share of the reference answers that the greedy
     answer contains, ignoring case (RULER's string_match_all). ``exact_match`` is 1 if it contains
@@ -117,72 +159,6 @@ class RulerTask(QuestionTask):
             "string_match": sum(is_contained) / len(references),
             "exact_match": float(all(is_contained)),
         }
-
-
-def make_task(
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    length: int = 4096,
-    tasks: Sequence[str] | None = None,
-    per_task: int = 20,
-    seed: int = 0,
-    bos: Bos = "auto",
-) -> RulerTask:
-    """The RULER evaluation, in the tokens of a tokenizer.
-
-    Every text has exactly ``length`` tokens: the opening, the end of a neutral line, and whole
-    lines. The random draws of an example depend only on the seed, its task, the length and its
-    number. For every n, the first n examples are distributed evenly over the tasks.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        length: number of tokens in a text.
-        tasks: names in ``RULER_TASKS``; None: all tasks.
-        per_task: number of examples for each task.
-        seed: seed of the random draws.
-        bos: start of a text (``opening_ids``).
-
-    Raises:
-        InputError: a value is out of range, a task is unknown, or the text is too short for a task.
-    """
-    names = tuple(dict.fromkeys(tasks or RULER_TASKS))
-    check_least(1, per_task=per_task)
-    for name in names:
-        if name not in RULER_TASKS:
-            raise unknown_name("RULER task", name, RULER_TASKS)
-    pieces = Pieces(tokenizer)
-    opening = tuple(opening_ids(tokenizer, bos))
-    num_tokens = length - len(opening)
-    examples = []
-    for instance in range(per_task):
-        for name in names:
-            draw = draws(seed, name, length, instance)
-            try:
-                text = RULER_TASKS[name](draw, pieces, num_tokens)
-            except InputError as error:
-                raise InputError(f"{name}: {error}") from None
-            body = pieces.filled(text.lines, filler_lines(draw), num_tokens)
-            question, answer = answer_ids(tokenizer, text.question, " " + ", ".join(text.answers))
-            example = Question(
-                document=f"{name}-{instance}",
-                name="0",
-                stratum=name,
-                context=(*opening, *body),
-                question=question,
-                answer=answer,
-                references=text.answers,
-                max_new_tokens=2 * len(answer) + 16,
-            )
-            examples.append(example)
-    options: dict[str, Any] = {
-        "length": length,
-        "tasks": names,
-        "per_task": per_task,
-        "seed": seed,
-    }
-    if bos != "auto":
-        options["bos"] = bos
-    return RulerTask(f"ruler-{length}", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 class SyntheticText(NamedTuple):

@@ -28,7 +28,7 @@ from kvcat.stats.metrics import Metric
 from kvcat.text.encoder import TextEncoder, opening_ids
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
     from kvcat.cache import CompactCache
     from kvcat.compress import Trace
@@ -156,18 +156,33 @@ class Suffix(CompressingEvaluation):
     """Largest number of windows from one document."""
     bos: Bos = "auto"
 
-    def make_task(self, tokenizer: Any, value: Any) -> "SuffixTask":  # noqa: D102
-        return make_task(
+    def make_task(self, tokenizer: Any, value: Any) -> "SuffixTask":
+        """Windows from a corpus, in the tokens of a tokenizer.
+
+        Raises:
+            InputError: as ``corpus_documents``, ``windows_from_documents`` and ``SuffixTask``.
+        """
+        from kvcat.data.rows import data_name
+
+        data = value or "installed"
+        documents = corpus_documents(data, self.split, 10 * self.windows)
+        opening = tuple(opening_ids(tokenizer, self.bos))
+        windows = windows_from_documents(
+            documents,
             tokenizer,
-            value or "installed",
-            self.split,
-            prefix=self.prefix,
-            suffix=self.suffix,
-            windows=self.windows,
+            prefix_len=self.prefix,
+            suffix_len=self.suffix,
+            limit=self.windows,
             per_document=self.per_document,
             seed=self.data_seed,
-            supervision=self.supervision,
-            bos=self.bos,
+            opening=opening,
+        )
+        return SuffixTask(
+            tuple(windows),
+            f"{data_name(data)}:{self.split}",
+            self.supervision,
+            vocabulary(tokenizer),
+            opening,
         )
 
 
@@ -200,54 +215,6 @@ class Window:
     def suffix_len(self) -> int:
         """The number of tokens after the prefix."""
         return len(self.tokens) - self.prefix_len
-
-
-def make_task(
-    tokenizer: "PreTrainedTokenizerBase",
-    data: str = "installed",
-    split: Split = "test",
-    *,
-    prefix: int = 768,
-    suffix: int = 256,
-    windows: int = 64,
-    per_document: int = 2,
-    seed: int = 0,
-    supervision: str = "suffix",
-    bos: Bos = "auto",
-) -> "SuffixTask":
-    """The suffix evaluation on windows from a corpus.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        data, split: as in ``corpus_documents``.
-        prefix, suffix, windows, per_document, seed: as in ``windows_from_documents``.
-        supervision: as in ``SuffixTask``.
-        bos: start of a window (``opening_ids``).
-
-    Raises:
-        InputError: as in these functions and in ``SuffixTask``.
-    """
-    from kvcat.data.rows import data_name
-
-    documents = corpus_documents(data, split, 10 * windows)
-    opening = tuple(opening_ids(tokenizer, bos))
-    drawn_windows = windows_from_documents(
-        documents,
-        tokenizer,
-        prefix_len=prefix,
-        suffix_len=suffix,
-        limit=windows,
-        per_document=per_document,
-        seed=seed,
-        opening=opening,
-    )
-    return SuffixTask(
-        tuple(drawn_windows),
-        f"{data_name(data)}:{split}",
-        supervision,
-        vocabulary(tokenizer),
-        opening,
-    )
 
 
 def corpus_documents(name: str, split: Split, limit: int) -> list[tuple[str, str]]:

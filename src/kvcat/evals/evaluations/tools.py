@@ -7,9 +7,9 @@ import json
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
-from kvcat.errors import InputError, check_least
+from kvcat.errors import check_in, check_least
 from kvcat.evals.evaluation import CompressingEvaluation, ReportFacts
 from kvcat.evals.haystacks import Pieces, draws, pick, shuffled
 from kvcat.evals.questions import Question, QuestionTask, answer_ids
@@ -17,9 +17,6 @@ from kvcat.evals.task import Values, vocabulary
 from kvcat.option_types import Bos, Count
 from kvcat.stats.metrics import share_of_examples
 from kvcat.text.encoder import opening_ids
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,14 +76,55 @@ class Tools(CompressingEvaluation):
     """Number of contexts."""
     bos: Bos = "auto"
 
-    def make_task(self, tokenizer: Any, value: Any) -> "ToolCallTask":  # noqa: ARG002, D102
-        return make_task(
-            tokenizer,
-            num_functions=self.num_functions,
-            cases=self.cases,
-            seed=self.data_seed,
-            bos=self.bos,
-        )
+    def make_task(self, tokenizer: Any, value: Any) -> "ToolCallTask":  # noqa: ARG002
+        """The examples in the tokens of a tokenizer.
+
+        A context is an instruction, the JSON schemas of ``num_functions`` functions in random
+        order, and a request that one of them fulfils. The draws of a case depend only on the seed
+        and its number. The functions that are asked for take turns.
+        """
+        check_least(1, cases=self.cases)
+        check_in(f"[2, {len(FUNCTIONS)}]", num_functions=self.num_functions)
+        opening = tuple(opening_ids(tokenizer, self.bos))
+        pieces = Pieces(tokenizer)
+        examples = []
+        for number in range(self.cases):
+            asked = FUNCTIONS[number % len(FUNCTIONS)]
+            draw = draws(self.data_seed, "tools", number)
+            others = [function for function in FUNCTIONS if function is not asked]
+            chosen = shuffled(draw, [asked, *shuffled(draw, others)[: self.num_functions - 1]])
+            schemas = [function.schema for function in chosen]
+            arguments = {
+                name: _argument(draw, name, kind) for name, kind in asked.arguments.items()
+            }
+            # true and false as in the call, not as Python writes them
+            spelled = {
+                name: json.dumps(value) if isinstance(value, bool) else str(value)
+                for name, value in arguments.items()
+            }
+            lines = [INSTRUCTION, *(json.dumps(schema) + "\n" for schema in schemas)]
+            lines.append(f"Request: {asked.request.format(**spelled)}\n")
+            right_call = json.dumps({"name": asked.name, "arguments": arguments})
+            question, answer = answer_ids(tokenizer, QUERY, right_call)
+            example = Question(
+                document=str(number),
+                name="0",
+                stratum=asked.name,
+                context=(*opening, *(token for line in lines for token in pieces(line))),
+                question=question,
+                answer=answer,
+                references=(right_call, json.dumps(schemas)),
+                max_new_tokens=len(answer) + 16,
+            )
+            examples.append(example)
+        options: dict[str, Any] = {
+            "num_functions": self.num_functions,
+            "cases": self.cases,
+            "seed": self.data_seed,
+        }
+        if self.bos != "auto":
+            options["bos"] = self.bos
+        return ToolCallTask("functions", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 INSTRUCTION = (
@@ -180,7 +218,7 @@ FUNCTIONS = (
 
 @dataclass(frozen=True)
 class ToolCallTask(QuestionTask):
-    """A task to call functions; ``make_task`` creates it.
+    """A task to call functions.
 
     An answer has three values, each 0 or 1: ``schema_valid`` (the answer begins with a JSON object
     that fits the schema of one of the functions), ``right_function`` (and it is the right one) and
@@ -232,69 +270,6 @@ def _fits(argument: Any, kind: Mapping[str, Any]) -> bool:
     if type(argument) is not types[kind["type"]]:
         return False
     return argument in kind.get("enum", [argument])
-
-
-def make_task(
-    tokenizer: "PreTrainedTokenizerBase",
-    *,
-    num_functions: int = 6,
-    cases: int = 100,
-    seed: int = 0,
-    bos: Bos = "auto",
-) -> ToolCallTask:
-    """The evaluation of tool calls, in the tokens of a tokenizer.
-
-    A context is an instruction, the JSON schemas of ``num_functions`` functions in random order,
-    and a request that one of them fulfils. The draws of a case depend only on the seed and its
-    number. The functions that are asked for take turns.
-
-    Args:
-        tokenizer: tokenizer of the model.
-        num_functions: functions of a context, 2 to 8.
-        cases: number of contexts.
-        seed: seed of the random draws.
-        bos: start of a context (``opening_ids``).
-
-    Raises:
-        InputError: a value is out of range.
-    """
-    check_least(1, cases=cases)
-    if not 2 <= num_functions <= len(FUNCTIONS):
-        raise InputError(f"num_functions must be in [2, {len(FUNCTIONS)}], not {num_functions}")
-    opening = tuple(opening_ids(tokenizer, bos))
-    pieces = Pieces(tokenizer)
-    examples = []
-    for number in range(cases):
-        asked = FUNCTIONS[number % len(FUNCTIONS)]
-        draw = draws(seed, "tools", number)
-        others = [function for function in FUNCTIONS if function is not asked]
-        chosen = shuffled(draw, [asked, *shuffled(draw, others)[: num_functions - 1]])
-        schemas = [function.schema for function in chosen]
-        arguments = {name: _argument(draw, name, kind) for name, kind in asked.arguments.items()}
-        # true and false as in the call, not as Python writes them
-        spelled = {
-            name: json.dumps(value) if isinstance(value, bool) else str(value)
-            for name, value in arguments.items()
-        }
-        lines = [INSTRUCTION, *(json.dumps(schema) + "\n" for schema in schemas)]
-        lines.append(f"Request: {asked.request.format(**spelled)}\n")
-        right_call = json.dumps({"name": asked.name, "arguments": arguments})
-        question, answer = answer_ids(tokenizer, QUERY, right_call)
-        example = Question(
-            document=str(number),
-            name="0",
-            stratum=asked.name,
-            context=(*opening, *(token for line in lines for token in pieces(line))),
-            question=question,
-            answer=answer,
-            references=(right_call, json.dumps(schemas)),
-            max_new_tokens=len(answer) + 16,
-        )
-        examples.append(example)
-    options: dict[str, Any] = {"num_functions": num_functions, "cases": cases, "seed": seed}
-    if bos != "auto":
-        options["bos"] = bos
-    return ToolCallTask("functions", tuple(examples), options, vocabulary(tokenizer), opening)
 
 
 def _argument(draw: random.Random, name: str, kind: str | tuple[str, ...]) -> str | int | bool:
