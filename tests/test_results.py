@@ -58,8 +58,8 @@ def test_the_figures_of_the_summary_are_those_of_the_tables_of_one_form(scripts)
         if name not in ("books/router-128@0", "books/attn-48@0", "books/attn-reader-w0.3-64"):
             continue  # one row of each kind: a run, other steps, several runs
         table = tables.table(name)
-        assert f"Dense NLL {cells[2]} p " in table.replace("\n", " ")
-        for cell, (metric, method, _) in zip(cells[3:], tables.COLUMNS.values(), strict=True):
+        assert f"Dense NLL {cells[3]} p " in table.replace("\n", " ")
+        for cell, (metric, method, _) in zip(cells[4:], tables.COLUMNS.values(), strict=True):
             label = tables.METHODS[method] + (", ridge start" if method == tables.PAPER else "")
             if cell != "-":
                 assert f"| {tables.PARTS[metric]}, {label} | {cell} p " in table
@@ -73,7 +73,7 @@ def test_no_ratio_is_marked_whose_interval_holds_1(scripts):
     num_marked = 0
     for name in ("summary", "books/router-256", "2026-11-26/books/router-64@0"):
         for line in scripts["tables"].table(name).splitlines():
-            ratios = line.split("|")[4:8] if name == "summary" else [line]
+            ratios = line.split("|")[5:9] if name == "summary" else [line]
             for low, high in cell.findall("|".join(ratios)):
                 if name == "summary" or line.startswith("| KL"):
                     num_marked += 1

@@ -1,6 +1,5 @@
 """Attention Matching: few slots fitted to the attention of the whole prefix."""
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,7 +24,7 @@ from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries, usual_own_weight
 from kvcat.compress.segments import Segments, split_prefix
 from kvcat.compress.solvers import check_ridge
-from kvcat.errors import InputError, check_one_of, did_you_mean
+from kvcat.errors import InputError, check_in, check_one_of, did_you_mean
 from kvcat.options import check_options
 
 BUDGETS = ("equal", "adaptive")
@@ -61,9 +60,10 @@ class _Options(Compressor):
     def __post_init__(self) -> None:
         if self.budgets not in BUDGETS:
             _check_budget_file(self.budgets)
-        _check_range("num_queries", self.num_queries, least=1)
-        _check_range("num_iters", self.num_iters, least=0)
-        _check_range("own_weight", self.own_weight, least=0)
+        least = {"num_queries": 1, "num_iters": 0, "own_weight": 0}
+        for name, number in least.items():
+            if getattr(self, name) is not None:
+                check_in(f"[{number}, inf)", **{name: getattr(self, name)})
         check_ridge(self.ridge)
 
 
@@ -203,8 +203,3 @@ def _check_budget_file(budgets: str) -> None:
             f"{did_you_mean(budgets, BUDGETS)}"
         )
     load_budgets(budgets)
-
-
-def _check_range(name: str, value: float | int | None, *, least: int) -> None:
-    if value is not None and not least <= value < math.inf:
-        raise InputError(f"{name} must be at least {least}, not {value}")

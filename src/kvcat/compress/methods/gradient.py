@@ -29,7 +29,7 @@ from kvcat.compress.eviction import SCORERS, Eviction
 from kvcat.compress.methods.attention_matching import AttentionMatching
 from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.trace import Trace
-from kvcat.errors import InputError, check_one_of
+from kvcat.errors import InputError, check_in, check_least, check_one_of
 from kvcat.losses import chunked_distillation
 from kvcat.models import decoder_layers, frozen, hidden_states, output_head
 from kvcat.options import check_options, parse_spec
@@ -88,12 +88,9 @@ class GradientCompression(Compressor):
 
     def __post_init__(self) -> None:
         check_options(GradientCompression, vars(self), "gradient")
-        if self.num_steps < 0:
-            raise InputError(f"num_steps must not be negative, not {self.num_steps}")
-        if not self.lr > 0:
-            raise InputError(f"lr must be larger than 0, not {self.lr}")
-        if self.schedule not in ("constant", "cosine"):
-            raise InputError(f"schedule must be 'constant' or 'cosine', not {self.schedule!r}")
+        check_least(0, num_steps=self.num_steps)
+        check_in("(0, inf)", lr=self.lr)
+        check_one_of("schedule", self.schedule, ("constant", "cosine"))
         self._start  # noqa: B018 its options are checked
 
     @cached_property
