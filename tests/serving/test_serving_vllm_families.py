@@ -53,6 +53,9 @@ REJECTED = {
     ),
     "store": ("llama", {}, {"documents": "/nowhere"}, "no folder of documents"),
     "bound": ("llama", {}, {"cache_mb": -1}, "cache_mb must be"),
+    "recompute": (
+        "llama", {}, {"kv_load_failure_policy": "recompute"}, "kv_load_failure_policy recompute",
+    ),
 }  # fmt: skip
 
 
@@ -146,6 +149,7 @@ def main(folder):
     extra = {"documents": options.pop("documents", str(folder / "documents"))}
     if "cache_mb" in options:
         extra["cache_mb"] = options.pop("cache_mb")
+    policy = options.pop("kv_load_failure_policy", "fail")
     llm = LLM(
         str(folder / "m"),
         dtype="float32",
@@ -155,6 +159,7 @@ def main(folder):
         kv_transfer_config={
             "kv_connector": "kvcat",
             "kv_role": "kv_consumer",
+            "kv_load_failure_policy": policy,
             "kv_connector_extra_config": extra,
         },
         **options,
