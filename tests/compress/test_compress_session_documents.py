@@ -203,9 +203,9 @@ def test_log_bias_and_unequal_heads_of_a_document_count_in_the_attention_elsewhe
             slots = cache.layers[layer].head(0, head // 2)
             states = of_trace.scale * tail.states[layer][0, head]
             on_document = (states @ slots.keys.mT + slots.log_bias).logsumexp(-1)
-            own = states @ of_trace.suffix_keys[0, head // 2].mT
-            own = own.masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -torch.inf)
-            expected = torch.logaddexp(on_document, own.logsumexp(-1))
+            on_tail = states @ of_trace.suffix_keys[0, head // 2].mT
+            on_tail = on_tail.masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -torch.inf)
+            expected = torch.logaddexp(on_document, on_tail.logsumexp(-1))
             torch.testing.assert_close(elsewhere[0, head], expected, rtol=0, atol=1e-10)
 
 
@@ -323,9 +323,7 @@ def test_answers_in_a_template_are_those_to_the_whole_history(model, template):
 
 @pytest.mark.parametrize("kind", UNCOMPACTED)
 @pytest.mark.parametrize("chat", [False, True])
-def test_answers_of_models_without_compaction_are_those_to_the_whole_history(
-    tokenizer, kind, chat
-):
+def test_answers_of_models_without_compaction_are_those_to_the_whole_history(tokenizer, kind, chat):
     name, options = UNCOMPACTED[kind]
     model = make_model(tokenizer, name, **options)
     traced = kvcat.document_trace(model, tokenizer, TEXT, chat=chat, room=200)
@@ -396,9 +394,7 @@ def test_a_stop_text_is_no_part_of_the_history(model, tokenizer, chat):
     assert f"{answer.text}{end}a dog" in held
 
 
-def test_a_long_answer_is_compacted_on_the_way_and_its_draws_repeat_with_the_seed(
-    model, tokenizer
-):
+def test_a_long_answer_is_compacted_on_the_way_and_its_draws_repeat_with_the_seed(model, tokenizer):
     cache = of_document(model)
     sampling = Sampling(temperature=3.0, max_new_tokens=60, seed=7)
     answers = []
@@ -418,9 +414,12 @@ def test_a_question_without_positions_leaves_the_session_as_it_was(model, tokeni
     ids = session.ids
     assert "positions" in refusal(session.ask, "the cat " * 600, Sampling(max_new_tokens=4))
     left = 1024 - LENGTH - session.num_tokens
+    message = refusal(session.append, TOKENS.repeat(10)[: left + 1])
+    assert message.endswith("exceed the 1024 positions of LlamaForCausalLM")
     session.append(TOKENS.repeat(10)[: left - 3])
+    session.append(TOKENS[:1])
     before = session.ids
-    assert "no position is left" in refusal(session.ask, "ab", Sampling(max_new_tokens=4))
+    assert "no position is left" in refusal(session.ask, "z", Sampling(max_new_tokens=4))
     assert torch.equal(session.ids, before)
     assert first.text in tokenizer.decode(ids)
 

@@ -46,7 +46,7 @@ class Turns:
         is_answered: whether the opening of the assistant's turn follows them.
         answer: the assistant's answer to them, as it was generated; None: there is none.
         end: the control token that ended it; empty if it was cut off.
-        template: digest of the chat template; empty: there are no turns.
+        template: digest of the chat template; empty: not known, as there are no turns.
         num_tokens: of the session with the last of them.
     """
 

@@ -125,10 +125,11 @@ class Session:
         if self._obstacle and (document is None or budget_bytes is not None):
             raise InputError(self._obstacle)
         positions = positions_of(model.config)
-        turns = "none"
+        turns = Turns(TextEncoder(tokenizer))
         if document is not None:
             document = checked_document(document, model, tokenizer)
-            turns = "chat" if document.record.chat else "plain"
+            kind = "chat" if document.record.chat else "plain"
+            turns = replace(turns, document=kind, template=document.record.chat_template)
             if budget is None and budget_bytes is None:
                 budget = max(_BUDGET, positions) if self._obstacle else _BUDGET
         self._fingerprint = fingerprint(model)
@@ -147,9 +148,9 @@ class Session:
         self.protect = joined_ranges(protect, positions)
         self.num_compactions = 0
         """How often the session has compressed what it holds."""
-        self._encoder = TextEncoder(tokenizer)
+        self._encoder = turns.encoder
         self._state = self._empty_state()
-        self._turns = Turns(self._encoder, turns)
+        self._turns = turns
         self._lock = ExitStack()
         self._locked_path: Path | None = None
         if self.protect:
@@ -660,10 +661,11 @@ class Session:
 
     def _check_positions(self, num_new: int) -> None:
         positions = positions_of(self.model.config)
-        if self.num_tokens + num_new > positions:
+        num_held = self.num_tokens + (0 if self.document is None else self.document.num_tokens)
+        if num_held + num_new > positions:
             raise InputError(
-                f"{self.num_tokens} tokens and {num_new} new ones exceed the {positions} positions "
-                f"of {type(self.model).__name__}"
+                f"{num_held} tokens and {num_new} new ones exceed the {positions} positions of "
+                f"{type(self.model).__name__}"
             )
 
     def _hold_lock(self, path: Path) -> None:
