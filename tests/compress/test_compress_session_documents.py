@@ -522,15 +522,18 @@ def test_facts_of_the_document_and_of_old_turns_are_answered_after_compactions()
         model, tokenizer = kvcat.load("smollm2-135m")
     except kvcat.errors.InputError:
         pytest.skip("needs SmolLM2-135M: make smollm2")
-    text = "The meeting was on Tuesday. The code of the safe is 4711. Anna pays the rent of Berlin."
+    text = (
+        "The meeting was on Tuesday. The code of the safe is 4711. "
+        "Anna pays the rent of the flat in Berlin."
+    )
     settings = kvcat.DocumentSettings(keep_ratio=0.5, chat=True)
     cache = kvcat.compress_document(model, tokenizer, text, settings)
-    session = Session(model, tokenizer, document=cache, budget=160, tail=32)
-    say = {"max_new_tokens": 30}
-    session.chat("My dog is called Bruno. Answer in one sentence.", **say)
+    session = Session(model, tokenizer, document=cache, budget=128, tail=32, room=20)
+    session.turn("The name of my dog is Bruno.")
+    session.chat("What is the name of my dog?", max_new_tokens=24)
     for topic in ("rivers", "the moon", "bread", "trees", "music"):
-        session.chat(f"Write one sentence about {topic}.", **say)
+        session.chat(f"Write one sentence about {topic}.", max_new_tokens=24)
     assert session.num_compactions >= 3
     check_document(session, cache)
-    assert "4711" in session.chat("What is the code of the safe?", **say)
-    assert "Bruno" in session.chat("What is the name of my dog?", **say)
+    assert "4711" in session.chat("What is the code of the safe?", max_new_tokens=24)
+    assert "Bruno" in session.chat("What is the name of my dog?", max_new_tokens=24)
