@@ -1,5 +1,7 @@
 """Sessions after a compact document, which stays as it is while what follows is compacted."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from structured_heads import eager_attention
@@ -406,6 +408,24 @@ def test_a_long_answer_is_compacted_on_the_way_and_its_draws_repeat_with_the_see
         assert session.num_compactions > 1
         check_document(session, cache)
     assert answers[0] == answers[1]
+
+
+def test_a_stop_text_that_began_before_a_compaction_stays_in_the_history(model, tokenizer):
+    cache = of_document(model)
+    question = "the cat sees the old house and a"
+    sampling = Sampling(temperature=3.0, max_new_tokens=60, seed=7)
+    session = make(model, tokenizer, cache)
+    whole = session.ask(question, sampling)
+    for start in range(3, 40, 5):
+        stop = whole.text[start : start + 4]
+        if len(stop.encode()) > 4:  # bytes of no character
+            continue
+        each = make(model, tokenizer, cache)
+        answer = each.ask(question, replace(sampling, stop=(stop,)))
+        assert answer.text == whole.text[: whole.text.index(stop)]
+        held = tokenizer.decode(each.ids).removeprefix(question)
+        assert held.startswith(answer.text)
+        assert (answer.text + stop).startswith(held) or held.startswith(answer.text + stop)
 
 
 def test_a_question_without_positions_leaves_the_session_as_it_was(model, tokenizer):

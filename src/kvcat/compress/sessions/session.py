@@ -323,9 +323,12 @@ class Session:
                 num_tokens=max(1, int(self.budget - self.held_slots)),
                 **settings,
             )
-            # what was appended before a compaction stays, the beginning of a stop text too
+            num_appended = self.num_tokens - start
             ids = kept(row.ids) if row.is_done else row.ids
-            new = ids[self.num_tokens - start :]
+            # a stop text that began before a compaction stays: what is appended is not changed
+            if ids[:num_appended] != row.ids[:num_appended]:
+                ids = row.ids
+            new = ids[num_appended:]
             if new:
                 self._append(self._state.ids.new_tensor(new))
         if streamer is not None:
