@@ -24,13 +24,19 @@ from kvcat.compress.trace import Trace
 from kvcat.types import Float, Tensor, at_least_float32
 
 
+def has_repetition(trace: Trace) -> bool:
+    """Whether the supervising queries are those of a repetition of the prefix."""
+    is_repeated = any(each.repeated is not None for each in trace.sources)
+    return is_repeated or trace.text.supervision == "reconstruction"
+
+
 def usual_own_weight(trace: Trace) -> float:
     """The weight of the prefix's own queries where none is named.
 
     With a repetition of the document a larger weight is closer on later text, but loses right
     answers: what a model attends to when it copies is what answers need.
     """
-    return 1.0 if trace.text.supervision == "reconstruction" else 2.0
+    return 1.0 if has_repetition(trace) else 2.0
 
 
 @torch.no_grad()
@@ -38,7 +44,8 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     """The supervising queries, and those of the prefix moved to positions after it.
 
     With supervision "self", the fit uses only the queries of the prefix. They are moved after it,
-    or stay in place if they cannot be moved or own_weight is 0.
+    or stay in place if they cannot be moved or own_weight is 0. Queries kept of earlier repetitions
+    count like those of the last one.
 
     Args:
         prefix: what is compressed.
@@ -55,7 +62,9 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     if supervising:
         # errors are weighted before they are squared
         total = torch.cat([each.weights for each in supervising]).square().sum()
-        moved = _weighing(moved, own_weight * float(total))
+        kept = [each for each in moved if each.log_mass and has_repetition(trace)]
+        own = moved[len(kept) :]
+        moved = [*kept, *_weighing(own, own_weight * float(total))]
     sets = [*supervising, *moved]
     if by_share:
         sets = [_with_sinks(each, trace) for each in sets]

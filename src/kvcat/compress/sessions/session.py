@@ -15,7 +15,7 @@ from kvcat.cache import CompactCache, fingerprint
 from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
 from kvcat.compress.compose import append
-from kvcat.compress.kept_queries import keep_queries, placed_ahead
+from kvcat.compress.kept_queries import keep_queries, placed_after
 from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.prefix import clipped, joined_ranges, protecting
 from kvcat.compress.query_set import QuerySet
@@ -566,7 +566,7 @@ class Session:
             )
         whole = state.trace(self.model, self._fingerprint, self.tail)
         protect = clipped(self.protect, 0, whole.prefix_len)
-        trace = placed_ahead(protecting(whole, protect))
+        trace = placed_after(protecting(whole, protect))
         repeated = self._repeated(trace)
         fitted = fitted_also_to(trace, repeated)
         try:
