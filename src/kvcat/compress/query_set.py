@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from kvcat.attention.mass import log_mass
+from kvcat.cache import CompactCache
 from kvcat.models.rotation import KeyRotation
 from kvcat.models.rounded import Rounded
-from kvcat.types import Float, Int, Tensor
+from kvcat.types import Float, Int, Tensor, at_least_float32
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,29 @@ class QuerySet:
         """The queries with further attention mass elsewhere, of each query, per layer."""
         pairs = zip(self.log_elsewhere, log_masses, strict=True)
         return replace(self, log_elsewhere=[torch.logaddexp(*both) for both in pairs])
+
+    def with_document(
+        self, document: CompactCache, numbers: Sequence[int], scales: Sequence[float]
+    ) -> "QuerySet":
+        """The queries with further attention mass elsewhere: that on all slots of a document.
+
+        Args:
+            document: whose slots every query sees.
+            numbers, scales: as in ``log_masses``.
+        """
+        masses = []
+        of_layers = zip(numbers, scales, document.layers, strict=True)
+        for layer, (number, scale, slots) in enumerate(of_layers):
+            padded = slots.padded()
+            states = at_least_float32(self.of_layer(layer, number))
+            keys = at_least_float32(padded.keys)
+            if padded.log_bias is not None:  # as one more channel of the keys: scale q.k + log-bias
+                bias = padded.log_bias.to(keys) / scale
+                keys = torch.cat([keys, bias.unsqueeze(-1)], dim=-1)
+                states = nn.functional.pad(states, (0, 1), value=1.0)
+            last_seen = torch.full([len(self)], keys.shape[2] - 1)
+            masses.append(log_mass(states, keys, scale, last_seen))
+        return self.with_elsewhere(masses)
 
     def selected(self, rows: Int[Tensor, " rows"]) -> "QuerySet":
         """Some of the queries, in the order of the rows."""

@@ -203,6 +203,12 @@ class Trace:
         """The compact cache of a text before the first token; None: there is none."""
         return None if self.past is None else self.past.document
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the supervising queries are those of a repetition of the prefix."""
+        is_of_sources = any(each.repeated is not None for each in self.sources)
+        return is_of_sources or self.text.supervision == "reconstruction"
+
     def after_document(self, cache: CompactCache) -> CompactCache:
         """A cache of the prefix as the model reads it: after the document, if there is one."""
         return cache if self.document is None else self.document.followed_by(cache)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from kvcat.cache import check_token_ids
 from kvcat.compress.documents import INSTRUCTION
-from kvcat.compress.queries import moved_sets
+from kvcat.compress.queries import moved_sets, supervising_sets, with_text
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError
@@ -32,11 +32,18 @@ def instruction_ids(model: PreTrainedModel, encoder: TextEncoder) -> list[int]:
 def fitted_also_to(trace: Trace, repeated: Sequence[QuerySet]) -> Trace:
     """The trace whose sources are a repetition, the queries kept before, and the prefix's own.
 
+    Without a repetition the text after the prefix takes its place. To all of them a document before
+    the prefix is attention elsewhere.
+
     Args:
-        trace: whose queries can be moved.
-        repeated: queries of its tokens after the compact cache (``repeated_tokens``); (): the
-            trace as it is.
+        trace: whose queries can be moved if there is a repetition.
+        repeated: queries of its tokens after the compact cache (``repeated_tokens``); (): none.
     """
-    if not repeated:
+    if not repeated and trace.document is None:
         return trace
-    return replace(trace, sources=[*repeated, *moved_sets(trace)])
+    text = [with_text(each, trace) for each in supervising_sets(trace, has_moved=True)]
+    sources = [*(repeated or text), *moved_sets(trace)]
+    if trace.document is not None:
+        layers = (trace.layer_numbers, trace.scales)
+        sources = [each.with_document(trace.document, *layers) for each in sources]
+    return replace(trace, sources=sources)
