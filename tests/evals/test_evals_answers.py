@@ -183,7 +183,7 @@ def test_the_answers_tokens_follow_the_questions_unless_one_would_span_both(toke
         ({"vocab_size": 20}, "outside the vocabulary of model 'base', 20 tokens"),
         (
             {"max_position_embeddings": 40},
-            "sequences of 129 tokens exceed the 40 positions of model 'base'",
+            "sequences: 129 tokens exceed the model's 40 positions",
         ),
     ],
 )

@@ -157,7 +157,10 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_tokens": 801}, "sequences of 801 tokens exceed the 800 positions of model 'tiny'"),
+        (
+            {"max_tokens": 801},
+            "sequences: 801 tokens exceed the model's 800 positions",
+        ),
         (
             {"max_tokens": 150},
             r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context",

@@ -239,7 +239,8 @@ def test_what_a_model_cannot_score_is_reported_before_work(pair, monkeypatch):
         task.check("m", pair[0], None)
     long = example(4, ["a"] * 2, ["dog " * 200, "cat"])
     with pytest.raises(
-        InputError, match=r"choices of piqa 4 of \d+ tokens exceed the 128 positions of model 'm'"
+        InputError,
+        match=r"model 'm', choices of piqa 4: \d+ tokens exceed the model's 128 positions",
     ):
         QATask((long,)).check("m", *pair)
     with pytest.raises(InputError, match="qa is evaluated without compression"):

@@ -95,7 +95,7 @@ def test_windows_that_the_supervision_or_the_model_cannot_use_are_rejected_befor
     model, tokenizer = load(tiny_folder)
     task = SuffixTask((Window("d", "0", (30,) * 150, 140),), "noise", "reconstruction")
     with pytest.raises(
-        InputError, match=r"reconstruction sequences of \d+ tokens exceed the 256 positions"
+        InputError, match=r"reconstruction sequences: \d+ tokens exceed the model's 256 positions"
     ):
         task.check("base", model, tokenizer)
     with pytest.raises(InputError, match="needs the tokenizer of model 'base'"):

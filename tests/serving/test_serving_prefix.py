@@ -11,7 +11,6 @@ from transformers import DynamicCache
 
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.errors import InputError
-from kvcat.models.rotation import KeyRotation
 from kvcat.serving import export_prefix, plain_prefix
 from tiny import TRANSFORMERS
 
@@ -152,33 +151,3 @@ def test_what_a_plain_prefix_cannot_hold_is_rejected_and_a_log_bias_dropped_only
         stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4
     )
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
-
-
-def test_models_whose_keys_cannot_be_rotated_and_wrong_rotations_are_rejected_by_name():
-    factors = {
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 64,
-    }
-    for kind, options, message in (
-        (
-            "opt",
-            {"ffn_dim": 48, "word_embed_proj_dim": 32},
-            "OPTForCausalLM has no rotary position embedding",
-        ),
-        ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
-        ("phi3", rope("longrope", **factors), "'longrope' depend on the length of the text"),
-    ):
-        with pytest.raises(InputError, match=message):
-            KeyRotation(make_model(kind, options), -23)
-    model = make_model()
-    attention = model.model.layers[1].self_attn
-
-    class Rolled(type(attention)):
-        def forward(self, *args, position_embeddings, **kwargs):
-            rolled = [x.roll(1, -1) for x in position_embeddings]
-            return super().forward(*args, position_embeddings=rolled, **kwargs)
-
-    attention.__class__ = Rolled
-    with pytest.raises(InputError, match="keys of its layers do not rotate with their position"):
-        KeyRotation(model, -23)
