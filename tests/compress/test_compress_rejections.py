@@ -31,6 +31,12 @@ from tiny import loud_model, refusal_with, rejections
 IDS = torch.arange(3, 23)[None]
 SCORES = torch.zeros(3, 2)
 NO_ROTATION = {"ffn_dim": 48, "word_embed_proj_dim": 32}
+GEMMA3 = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 8,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+}
 SIZES = (1, 2, 4, 8, 11, 16, 23, 32, 45, 64)
 
 
@@ -165,6 +171,13 @@ def appended(model, windows):
     return kvcat.append(model, trace(model, windows, supervision="self").dense_cache(), windows)
 
 
+def static_with_states():
+    """A static cache of a model of which one layer alone sees the whole text."""
+    model = loud_model("gemma3_text", **GEMMA3)
+    cache = Eviction("keynorm")(trace(model, IDS, supervision="self"), num_slots=6)
+    return cache.inputs(model, IDS[:, :3], static_tokens=8)
+
+
 @rejections(
     # a trace
     ("input_ids must be a tensor of shape (batch, tokens), not a list", lambda: ids([[1, 2, 3]])),
@@ -296,7 +309,7 @@ def appended(model, windows):
     ("not readable", lambda budgets: loaded_after(budgets, lambda text: text[:-20])),
     ("no file of `kvcat budgets`", lambda budgets: loaded_after(budgets, lambda _: '{"a": 1}')),
     (
-        "not of this version: it lacks the entry 'sizes'",
+        "not of this version: it lacks 'sizes'",
         lambda budgets: rewritten(
             budgets, lambda entries: {k: v for k, v in entries.items() if k != "sizes"}
         ),
@@ -392,6 +405,7 @@ def appended(model, windows):
             loud_model(rms_norm_eps=1e-2), traced.dense_cache(), windows[:, 48:]
         ),
     ),
+    ("static_tokens", static_with_states),
     # composition
     ("give at least one", lambda double: kvcat.compose(double, [])),
     (

@@ -263,18 +263,6 @@ def test_a_conversation_grows_by_append_and_by_a_trace_with_a_past(name):
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-4)
 
 
-def test_what_needs_the_keys_of_every_layer_is_rejected_by_name(tmp_path):
-    model = small_model("gemma3_text", torch.float32)
-    trace = kvcat.trace(model, tokens(), PREFIX)
-    cache = Eviction("keynorm")(trace, num_slots=6)
-    assert "Gemma3ForCausalLM" in refusal(kvcat.compose, model, [cache, cache])
-    assert "Gemma3ForCausalLM" in refusal(kvcat.serving.plain_prefix, cache, model)
-    assert "static_tokens" in refusal(cache.inputs, model, tokens()[:, :3], static_tokens=8)
-    other = loud_model("mistral", sliding_window=WINDOW, head_dim=8)
-    message = refusal(kvcat.trace, other, tokens(), PREFIX)
-    assert "MistralForCausalLM: every layer has a sliding window of 8 tokens" in message
-
-
 def test_gradient_rejects_one_token_after_a_recurrent_state():
     trace = kvcat.trace(small_model("lfm2", torch.float32), tokens()[:, : PREFIX + 1], PREFIX)
     assert "at least two tokens" in refusal(make_compressor("gradient"), trace, num_slots=6)
