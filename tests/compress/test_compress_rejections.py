@@ -200,6 +200,8 @@ def static_with_states():
         "the text has 130 tokens, and the model 128 positions: shorten the text",
         lambda: with_repetition(130),
     ),
+    ("chunk_tokens is 0; it must be at least 1", lambda: zeros(64, 8, chunk_tokens=0)),
+    ("room is -1; it must be at least 0", lambda: zeros(64, 8, room=-1)),
     (
         "MistralForCausalLM: every layer has a sliding window of 20 tokens",
         lambda windows: trace(loud_model("mistral", sliding_window=20), windows[:, :24], 12),

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.attention import check_not_wrapped
 from kvcat.cache import (
     CacheRecord,
     CompactCache,
@@ -307,7 +306,6 @@ def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> FirstSl
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
     """Raise an ``InputError`` for caches that cannot be composed."""
-    check_not_wrapped(model)
     check_kind(Sequence, "a sequence of CompactCaches", caches=caches)
     if not caches:
         raise InputError("no caches to compose: give at least one")

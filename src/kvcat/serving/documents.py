@@ -156,11 +156,7 @@ class Documents(ABC):
         if cache.batch_size != 1:
             raise InputError(f"document {name!r} holds {cache.batch_size} examples, not one")
         dtype = str(cache.dtype).removeprefix("torch.")
-        if cache.fingerprint != self.fingerprints(dtype):
-            raise InputError(
-                f"document {name!r} belongs to another model: it was made with "
-                f"{cache.record.model or 'unknown'}"
-            )
+        check_same_model(f"document {name!r}", cache.fingerprint, self.fingerprints(dtype))
         if any(not state.is_window for state in cache.states.values()):
             raise InputError(f"document {name!r} has recurrent states, which no engine reads")
         counts = {}

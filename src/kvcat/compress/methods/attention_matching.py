@@ -196,7 +196,7 @@ class AttentionMatching(_Options):
 
 def _check_budget_file(budgets: str) -> None:
     """Reject a text that is no way to allocate slots, and a file that holds no budgets."""
-    if not Path(budgets).expanduser().exists():
+    if not Path(budgets).expanduser().is_file():
         choices = ", ".join(BUDGETS)
         raise InputError(
             f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}"
