@@ -134,54 +134,34 @@ def begun_with(model, cache, document, rows=1):
     ("the cache is in 8 bits already", lambda: by_hand().quantize(8).quantize(4)),
     ("of 5 channels do not fill whole bytes", lambda: by_hand(dim=5).quantize(4)),
     ("16 bits", lambda: by_hand(value=1e6).quantize(8)),
-    (
-        "a log-bias of up to 7e+04 does not fit in 16 bits",
-        lambda: by_hand(log_bias=70_000.0).quantize(8),
-    ),
-    (
-        "a log-bias of up to 7e+04 does not fit in 16 bits",
-        lambda: by_hand(log_bias=-70_000.0).quantize(8),
-    ),
+    ("a log-bias of up to 7e+04 does not fit in 16 bits",
+     lambda: by_hand(log_bias=70_000.0).quantize(8)),
+    ("a log-bias of up to 7e+04 does not fit in 16 bits",
+     lambda: by_hand(log_bias=-70_000.0).quantize(8)),
     # files
     ("key_codes have shape", of_other_bits),
     ("fingerprint is 'abab", lambda tmp_path: by_hand(owner="ab" * 32).save(tmp_path / "c")),
-    (
-        "fingerprint is '3:abab",
-        lambda tmp_path: by_hand(owner="3:" + "ab" * 32).save(tmp_path / "c"),
-    ),
+    ("fingerprint is '3:abab",
+     lambda tmp_path: by_hand(owner="3:" + "ab" * 32).save(tmp_path / "c")),
     ("model.layers.1.self_attn.q_proj.weight is on the meta device", on_meta),
-    (
-        "cannot be pickled: save the compact cache",
-        lambda model, cache: pickle.dumps(cache.inputs(model, FIRST)[CACHE_NAME]),
-    ),
+    ("cannot be pickled: save the compact cache",
+     lambda model, cache: pickle.dumps(cache.inputs(model, FIRST)[CACHE_NAME])),
     # questions
     ("input_ids hold no token", lambda model, cache: cache.inputs(model, FIRST[:, :0])),
-    (
-        "cache of 2 examples cannot serve 3 rows",
-        lambda model, both: both.inputs(model, FIRST.expand(3, -1)),
-    ),
+    ("cache of 2 examples cannot serve 3 rows",
+     lambda model, both: both.inputs(model, FIRST.expand(3, -1))),
     ("static_tokens is 0", lambda model, cache: cache.inputs(model, FIRST, static_tokens=0)),
-    (
-        "more tokens than the static cache has room for: 6",
-        lambda model, cache: answered(model, cache.inputs(model, FIRST, static_tokens=6)),
-    ),
+    ("more tokens than the static cache has room for: 6",
+     lambda model, cache: answered(model, cache.inputs(model, FIRST, static_tokens=6))),
     ("belongs to another model", lambda cache: cache.inputs(loud_model("qwen2"), FIRST)),
-    (
-        "attention_mask has shape (1, 5), input_ids (2, 5)",
-        lambda model, cache: asked_with_mask(model, cache, 1, 5),
-    ),
-    (
-        "attention_mask has shape (2, 4), input_ids (2, 5)",
-        lambda model, cache: asked_with_mask(model, cache, 2, 4),
-    ),
-    (
-        "attention_mask has shape (2, 25), input_ids (2, 5)",
-        lambda model, cache: asked_with_mask(model, cache, 2, LENGTH + 5),
-    ),
-    (
-        "attention_mask has shape (2, 5, 1), input_ids (2, 5)",
-        lambda model, cache: asked_with_mask(model, cache, 2, 5, 1),
-    ),
+    ("attention_mask has shape (1, 5), input_ids (2, 5)",
+     lambda model, cache: asked_with_mask(model, cache, 1, 5)),
+    ("attention_mask has shape (2, 4), input_ids (2, 5)",
+     lambda model, cache: asked_with_mask(model, cache, 2, 4)),
+    ("attention_mask has shape (2, 25), input_ids (2, 5)",
+     lambda model, cache: asked_with_mask(model, cache, 2, LENGTH + 5)),
+    ("attention_mask has shape (2, 5, 1), input_ids (2, 5)",
+     lambda model, cache: asked_with_mask(model, cache, 2, 5, 1)),
     # questions that repeat what the cache holds
     ("begin with the document", lambda model, cache: begun_with(model, cache, DOCUMENT)),
     (
@@ -190,31 +170,21 @@ def begun_with(model, cache, document, rows=1):
             kvcat.trace(model, DOCUMENT, supervision="self"), num_slots=5
         ).inputs(model, DOCUMENT),
     ),
-    (
-        "begin with the document",
-        lambda model, both: begun_with(model, both.select([0]), DOCUMENT, rows=2),
-    ),
-    (
-        "begin with the document",
-        lambda model, both: begun_with(model, both.select([1]), DOCUMENT.flip(1), rows=4),
-    ),
-    (
-        "begin with the document",
-        lambda model, both: both.inputs(model, torch.cat([DOCUMENT, DOCUMENT.flip(1)])),
-    ),
+    ("begin with the document",
+     lambda model, both: begun_with(model, both.select([0]), DOCUMENT, rows=2)),
+    ("begin with the document",
+     lambda model, both: begun_with(model, both.select([1]), DOCUMENT.flip(1), rows=4)),
+    ("begin with the document",
+     lambda model, both: both.inputs(model, torch.cat([DOCUMENT, DOCUMENT.flip(1)]))),
     ("new tokens begin with the 8", lambda model, cache: repeated(model, cache, SECOND)),
-    (
-        "the cache holds 25 tokens, and 5 more do not fit",
-        lambda model, cache: forward_twice(model, cache.inputs(model, FIRST)),
-    ),
-    (
-        "the cache holds 25 tokens",
-        lambda model, cache: answered(model, cache.inputs(model, FIRST), use_cache=False),
-    ),
+    ("the cache holds 25 tokens, and 5 more do not fit",
+     lambda model, cache: forward_twice(model, cache.inputs(model, FIRST))),
+    ("the cache holds 25 tokens",
+     lambda model, cache: answered(model, cache.inputs(model, FIRST), use_cache=False)),
     # attention that would be wrong
     ("did not reach attention", without_attention),
     ("25 tokens exceed the sliding window of 24", lambda: beyond_window(9)),
     ("at most 64 tokens, and here are 65", beyond_factors),
-)
+)  # fmt: skip
 def test_what_would_be_answered_wrongly_is_rejected_in_one_line(message, call, request):
     assert message in refusal_with(request, call)

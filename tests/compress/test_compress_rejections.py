@@ -187,45 +187,26 @@ def static_with_states():
     ("prefix_len must be in [1, 63], not 64", lambda: zeros(64, 64)),
     ("prefix_len must be in [1, 63], not 0", lambda: zeros(64, 0)),
     ("prefix_len must be in [1, 64], not 65", lambda: zeros(64, 65, supervision="self")),
-    (
-        "must be one of suffix, first-half, reconstruction, self, not 'none'",
-        lambda: zeros(64, 8, supervision="none"),
-    ),
-    (
-        "prefix and suffix have 129 tokens, and the model 128 positions: shorten",
-        lambda: zeros(129, 8),
-    ),
+    ("must be one of suffix, first-half, reconstruction, self, not 'none'",
+     lambda: zeros(64, 8, supervision="none")),
+    ("prefix and suffix have 129 tokens, and the model 128 positions: shorten",
+     lambda: zeros(129, 8)),
     ("the text has 60 tokens, and the model 128 positions, too few", lambda: with_repetition(60)),
-    (
-        "the text has 130 tokens, and the model 128 positions: shorten the text",
-        lambda: with_repetition(130),
-    ),
+    ("the text has 130 tokens, and the model 128 positions: shorten the text",
+     lambda: with_repetition(130)),
     ("chunk_tokens is 0; it must be at least 1", lambda: zeros(64, 8, chunk_tokens=0)),
     ("room is -1; it must be at least 0", lambda: zeros(64, 8, room=-1)),
-    (
-        "MistralForCausalLM: every layer has a sliding window of 20 tokens",
-        lambda windows: trace(loud_model("mistral", sliding_window=20), windows[:, :24], 12),
-    ),
-    (
-        "LlamaForCausalLM computes numbers that are not finite",
-        lambda windows: trace(infinite(), windows, 48),
-    ),
-    (
-        "torch.autocast is on",
-        lambda model, windows: under_autocast(trace, model, windows, 48),
-    ),
-    (
-        "past holds 32 tokens: the prefix of 32 adds none",
-        lambda double, windows, compact: trace(double, windows, 32, past=compact),
-    ),
-    (
-        "past holds 3 examples, input_ids 2",
-        lambda double, windows, compact: trace(double, windows[:2], 48, past=compact),
-    ),
-    (
-        "past belongs to another text: row 1 of the tokens",
-        lambda double, windows, compact: trace(double, windows[[0, 2, 1]], 48, past=compact),
-    ),
+    ("MistralForCausalLM: every layer has a sliding window of 20 tokens",
+     lambda windows: trace(loud_model("mistral", sliding_window=20), windows[:, :24], 12)),
+    ("LlamaForCausalLM computes numbers that are not finite",
+     lambda windows: trace(infinite(), windows, 48)),
+    ("torch.autocast is on", lambda model, windows: under_autocast(trace, model, windows, 48)),
+    ("past holds 32 tokens: the prefix of 32 adds none",
+     lambda double, windows, compact: trace(double, windows, 32, past=compact)),
+    ("past holds 3 examples, input_ids 2",
+     lambda double, windows, compact: trace(double, windows[:2], 48, past=compact)),
+    ("past belongs to another text: row 1 of the tokens",
+     lambda double, windows, compact: trace(double, windows[[0, 2, 1]], 48, past=compact)),
     # sizes and protected ranges of a compressor
     ("keep_ratio must be in (0, 1], not 0.0", sized(keep_ratio=0.0)),
     ("keep_ratio must be in (0, 1], not 1.01", sized(keep_ratio=1.01)),
@@ -244,15 +225,11 @@ def static_with_states():
     ("not a pair of positions", lambda traced: protecting(traced, [(1, 2, 3)])),
     # options of compressors
     ("no compressor 'zip'; there are attention-matching", made("zip")),
-    (
-        "attention-matching has no option 'speed' (did you mean seed?); its options",
-        made("attention-matching", speed=2),
-    ),
+    ("attention-matching has no option 'speed' (did you mean seed?); its options",
+     made("attention-matching", speed=2)),
     ("log_bias is 'no'; it must be true or false", made("attention-matching", log_bias="no")),
-    (
-        "num_queries is 1.5; it must be a whole number or null",
-        made("attention-matching", num_queries=1.5),
-    ),
+    ("num_queries is 1.5; it must be a whole number or null",
+     made("attention-matching", num_queries=1.5)),
     ("seed is True; it must be a whole number", made("attention-matching", seed=True)),
     ("preset must be one of stable, known, paper", made("attention-matching", preset="fast")),
     ("num_queries must be at least 1, not 0", made("attention-matching", num_queries=0)),
@@ -263,10 +240,8 @@ def static_with_states():
     ("own_weight is nan", made("attention-matching", own_weight=math.nan)),
     ("equal, adaptive, or a file", made("attention-matching", budgets="fair")),
     ("equal, adaptive, or a file", made("attention-matching", budgets="gone.json")),
-    (
-        "snapkv has no option 'seed'; its options: window, kernel_size, pooling",
-        made("snapkv", seed=2),
-    ),
+    ("snapkv has no option 'seed'; its options: window, kernel_size, pooling",
+     made("snapkv", seed=2)),
     ("snapkv: kernel_size is 3.0; it must be a whole number", made("snapkv", kernel_size=3.0)),
     ("kernel_size must be odd and positive, not 4", made("snapkv", kernel_size=4)),
     ("window is 0; it must be at least 1", made("snapkv", window=0)),
@@ -304,10 +279,8 @@ def static_with_states():
         ),
     ),
     ("is damaged", lambda budgets: loaded_after(budgets, lambda t: t.replace("1.0", "2.0", 1))),
-    (
-        "kvcat-budgets-1: make the budgets again",
-        lambda budgets: loaded_after(budgets, lambda _: '{"format": "kvcat-budgets-9"}'),
-    ),
+    ("kvcat-budgets-1: make the budgets again",
+     lambda budgets: loaded_after(budgets, lambda _: '{"format": "kvcat-budgets-9"}')),
     ("not readable", lambda budgets: loaded_after(budgets, lambda text: text[:-20])),
     ("no file of `kvcat budgets`", lambda budgets: loaded_after(budgets, lambda _: '{"a": 1}')),
     (
@@ -316,10 +289,8 @@ def static_with_states():
             budgets, lambda entries: {k: v for k, v in entries.items() if k != "sizes"}
         ),
     ),
-    (
-        "not of this version: it has an unknown entry 'more'",
-        lambda budgets: rewritten(budgets, lambda entries: {**entries, "more": 1}),
-    ),
+    ("not of this version: it has an unknown entry 'more'",
+     lambda budgets: rewritten(budgets, lambda entries: {**entries, "more": 1})),
     # what a method needs of a trace
     ("part of which is already compact", with_past("h2o")),
     ("part of which is already compact", with_past("snapkv")),
@@ -328,18 +299,12 @@ def static_with_states():
     ("torch.autocast is on", in_half_precision("snapkv")),
     ("torch.autocast is on", in_half_precision("gradient")),
     ("torch.autocast is on", in_half_precision("refined")),
-    (
-        "no predictions after its prefix",
-        lambda alone: GradientCompression(num_steps=1)(alone, num_slots=5),
-    ),
-    (
-        "no predictions after its prefix",
-        lambda alone: GradientCompression(num_steps=1).snapshots(alone, num_slots=5),
-    ),
-    (
-        "no predictions after its prefix",
-        lambda alone: GradientCompression(num_steps=1).each(alone, [0.1]),
-    ),
+    ("no predictions after its prefix",
+     lambda alone: GradientCompression(num_steps=1)(alone, num_slots=5)),
+    ("no predictions after its prefix",
+     lambda alone: GradientCompression(num_steps=1).snapshots(alone, num_slots=5)),
+    ("no predictions after its prefix",
+     lambda alone: GradientCompression(num_steps=1).each(alone, [0.1])),
     (
         "the 48 tokens were repeated in parts",
         lambda model, windows: GradientCompression(num_steps=1)(
@@ -353,35 +318,20 @@ def static_with_states():
             num_slots=6,
         ),
     ),
-    (
-        "preset=stable",
-        lambda alone: make_compressor("refined", preset="known")(alone, num_slots=6),
-    ),
+    ("preset=stable", lambda alone: make_compressor("refined", preset="known")(alone, num_slots=6)),
     # the smallest cache for a KL, and comparisons
-    (
-        "max_kl must be at least 0, not -0.1",
-        lambda traced: smallest_cache(traced, pytest.fail, -0.1),
-    ),
-    (
-        "max_kl is nan; it must be a finite number",
-        lambda traced: smallest_cache(traced, pytest.fail, math.nan),
-    ),
-    (
-        "held_out must be in (0, 1), not 0.0",
-        lambda traced: smallest_cache(traced, pytest.fail, 0.1, held_out=0.0),
-    ),
-    (
-        "leaves none of the 16 supervising positions",
-        lambda traced: smallest_cache(traced, pytest.fail, 0.1, held_out=0.99),
-    ),
-    (
-        "supervision='self' has no predictions after its prefix",
-        lambda alone: smallest_cache(alone, pytest.fail, 0.1),
-    ),
-    (
-        "does not belong to a trace",
-        lambda traced, model, windows: compare(traced, trace(model, windows, 40).dense_cache()),
-    ),
+    ("max_kl must be at least 0, not -0.1",
+     lambda traced: smallest_cache(traced, pytest.fail, -0.1)),
+    ("max_kl is nan; it must be a finite number",
+     lambda traced: smallest_cache(traced, pytest.fail, math.nan)),
+    ("held_out must be in (0, 1), not 0.0",
+     lambda traced: smallest_cache(traced, pytest.fail, 0.1, held_out=0.0)),
+    ("leaves none of the 16 supervising positions",
+     lambda traced: smallest_cache(traced, pytest.fail, 0.1, held_out=0.99)),
+    ("supervision='self' has no predictions after its prefix",
+     lambda alone: smallest_cache(alone, pytest.fail, 0.1)),
+    ("does not belong to a trace",
+     lambda traced, model, windows: compare(traced, trace(model, windows, 40).dense_cache())),
     (
         "the cache belongs to another text: row 0",
         lambda traced, model, windows: compare(
@@ -410,18 +360,12 @@ def static_with_states():
     ("static_tokens", static_with_states),
     # composition
     ("give at least one", lambda double: kvcat.compose(double, [])),
-    (
-        "seam_tokens must be in [0, 16], not 17",
-        lambda documents, double: composed(documents, double, seam_tokens=17),
-    ),
-    (
-        "document 1 belongs to another model",
-        lambda documents: composed(documents, loud_model(dtype=torch.float64, num_hidden_layers=3)),
-    ),
-    (
-        "document 2 holds 1 examples",
-        lambda documents, double: composed(documents, double, second=documents[1].select([0])),
-    ),
+    ("seam_tokens must be in [0, 16], not 17",
+     lambda documents, double: composed(documents, double, seam_tokens=17)),
+    ("document 1 belongs to another model",
+     lambda documents: composed(documents, loud_model(dtype=torch.float64, num_hidden_layers=3))),
+    ("document 2 holds 1 examples",
+     lambda documents, double: composed(documents, double, second=documents[1].select([0]))),
     (
         "document 2 opens a turn",
         lambda documents, double: composed(
@@ -436,10 +380,8 @@ def static_with_states():
             double, [trace(double, windows, supervision="self").dense_cache()] * 3
         ),
     ),
-    (
-        "the document and the text after it: 128 tokens exceed the model's 112 positions",
-        lambda windows: appended(loud_model(max_position_embeddings=112), windows),
-    ),
+    ("the document and the text after it: 128 tokens exceed the model's 112 positions",
+     lambda windows: appended(loud_model(max_position_embeddings=112), windows)),
     (
         "does not record its first tokens (0 of ",
         lambda documents, double: composed(
@@ -462,14 +404,10 @@ def static_with_states():
             ),
         ),
     ),
-    (
-        "refit is a trace of 2 prefixes of 20 tokens",
-        lambda documents, double, windows: refitted(documents, double, windows[:2], 20),
-    ),
-    (
-        "document 1, to refit, belongs to another text",
-        lambda documents, double, windows: refitted(documents, double, windows[:2].roll(1, 1)),
-    ),
+    ("refit is a trace of 2 prefixes of 20 tokens",
+     lambda documents, double, windows: refitted(documents, double, windows[:2], 20)),
+    ("document 1, to refit, belongs to another text",
+     lambda documents, double, windows: refitted(documents, double, windows[:2].roll(1, 1))),
     (
         "protected slots, which a refit would change",
         lambda documents, double, windows: composed(
@@ -478,14 +416,10 @@ def static_with_states():
             refit=trace(double, windows[:2], 44),
         ),
     ),
-    (
-        "cannot serve 1 rows",
-        lambda documents, double, windows: kvcat.append(double, documents[0], windows[:1]),
-    ),
-    (
-        "has no rotary position embedding",
-        lambda windows: two_of(loud_model("opt", **NO_ROTATION), windows),
-    ),
+    ("cannot serve 1 rows",
+     lambda documents, double, windows: kvcat.append(double, documents[0], windows[:1])),
+    ("has no rotary position embedding",
+     lambda windows: two_of(loud_model("opt", **NO_ROTATION), windows)),
     (
         "depend on the length",
         lambda windows: two_of(
@@ -498,11 +432,9 @@ def static_with_states():
     ("lie within 50 nats", lambda: fit_log_bias(SCORES, SCORES, bounds=(-60.0, 3.0))),
     ("num_iters is -1; it must be at least 0", lambda: fit_log_bias(SCORES, SCORES, num_iters=-1)),
     ("pull must be at least 0, not -0.1", lambda: fit_log_bias(SCORES, SCORES, pull=-0.1)),
-    (
-        "num_iters=2 steps are without a pull",
-        lambda: fit_log_bias(SCORES, SCORES, pull=0.1, num_iters=2),
-    ),
+    ("num_iters=2 steps are without a pull",
+     lambda: fit_log_bias(SCORES, SCORES, pull=0.1, num_iters=2)),
     ("ridge must be larger than 0", lambda: fit_values(SCORES, SCORES, ridge=0.0)),
-)
+)  # fmt: skip
 def test_what_cannot_be_right_is_rejected_in_one_line(message, call, request):
     assert message in refusal_with(request, call)

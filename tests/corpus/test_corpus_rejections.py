@@ -68,48 +68,32 @@ def thesis(folder):
     (KINDS, lambda here: of_kind(here, "rows.tsv")),
     (KINDS, lambda here: of_kind(here, "report.docx")),
     (KINDS, lambda here: of_kind(here, "rows")),
-    (
-        "two documents of the corpus have the id 'a'",
-        lambda here: documents(here, {"id": "a", "text": "x"}, {"id": "a", "text": "x"}),
-    ),
+    ("two documents of the corpus have the id 'a'",
+     lambda here: documents(here, {"id": "a", "text": "x"}, {"id": "a", "text": "x"})),
     ("the corpus has no document", lambda: Corpus.read([])),
     ("no column 'text'; its columns: body", lambda here: table(here)),
-    (
-        "no column 'name'; its columns: body",
-        lambda here: table(here, text_column="body", id_column="name"),
-    ),
+    ("no column 'name'; its columns: body",
+     lambda here: table(here, text_column="body", id_column="name")),
     ("is inside the corpus", store_inside),
-    (
-        "was made with method attention-matching, not snapkv",
-        lambda compress, corpus, here: continued(compress, corpus, here, method="snapkv"),
-    ),
-    (
-        "was made with keep_ratio 0.2, not 0.3",
-        lambda compress, corpus, here: continued(compress, corpus, here, keep_ratio=0.3),
-    ),
-    (
-        "was made with keep_ratio 0.2, not None",
-        lambda compress, corpus, here: continued(compress, corpus, here, num_slots=4),
-    ),
-    (
-        "was made with chat False, not True",
-        lambda compress, corpus, here: continued(compress, corpus, here, chat=True),
-    ),
-    (
-        "was made with bits 8, not 4",
-        lambda compress, corpus, here: continued(compress, corpus, here, bits="4"),
-    ),
+    ("was made with method attention-matching, not snapkv",
+     lambda compress, corpus, here: continued(compress, corpus, here, method="snapkv")),
+    ("was made with keep_ratio 0.2, not 0.3",
+     lambda compress, corpus, here: continued(compress, corpus, here, keep_ratio=0.3)),
+    ("was made with keep_ratio 0.2, not None",
+     lambda compress, corpus, here: continued(compress, corpus, here, num_slots=4)),
+    ("was made with chat False, not True",
+     lambda compress, corpus, here: continued(compress, corpus, here, chat=True)),
+    ("was made with bits 8, not 4",
+     lambda compress, corpus, here: continued(compress, corpus, here, bits="4")),
     (
         "was made with",  # another model
         lambda compress, corpus, here: continued(compress, corpus, here),
     ),
-    (
-        "has no store.json: it holds thesis.tex",
-        lambda compress, corpus, here: compress(corpus, thesis(here)),
-    ),
+    ("has no store.json: it holds thesis.tex",
+     lambda compress, corpus, here: compress(corpus, thesis(here))),
     ("has no store.json", lambda here: Store(thesis(here))),
     ("the address of the store is empty", lambda: open_storage("")),
     ("cannot open nothing://x", lambda: open_storage("nothing://x")),
-)
+)  # fmt: skip
 def test_what_is_no_corpus_or_no_store_is_rejected_in_one_line(message, call, request):
     assert message in refusal_with(request, call)

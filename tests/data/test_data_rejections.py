@@ -58,16 +58,11 @@ def without_training(tmp_path, tokenizer):
 
 @rejections(
     ("a.txt cannot be read as text: .* byte 0xe9 in position 3", file_of("a.txt", b"caf\xe9")),
-    (
-        "a.txt is not text: it has a zero byte at 1",
-        file_of("a.txt", "wide".encode("utf-16-le")),
-    ),
+    ("a.txt is not text: it has a zero byte at 1", file_of("a.txt", "wide".encode("utf-16-le"))),
     ("row 1 of .*a.jsonl.* is not JSON", file_of("a.jsonl", b'{"text": "a"}\n{"text": \n')),
     ("row 0 of .*a.jsonl.* is not a JSON object", file_of("a.jsonl", b"[1, 2]\n")),
-    (
-        "a.jsonl.*no column 'text'; its columns: body, id",
-        file_of("a.jsonl", b'{"body": "a", "id": 1}\n'),
-    ),
+    ("a.jsonl.*no column 'text'; its columns: body, id",
+     file_of("a.jsonl", b'{"body": "a", "id": 1}\n')),
     ("a.jsonl.*holds list, not text", file_of("a.jsonl", b'{"text": ["a"]}\n')),
     ("row 0 of .*a.json .*is not a JSON object", file_of("a.json", b'[{"text": "a"}]\n')),
     ("row 0 of .*a.json .*is not JSON", file_of("a.json", b'{\n "text": "a"\n}\n')),
@@ -76,15 +71,13 @@ def without_training(tmp_path, tokenizer):
     ("a.parquet.*its columns: body, id", table_without_text),
     ("no such text file or folder", lambda tmp_path: open_documents(str(tmp_path / "gone"))),
     ("no text", folder_without_text),
-    (
-        "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set",
-        lambda: read("hub:nobody/texts/c@dev"),
-    ),
+    ("nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set",
+     lambda: read("hub:nobody/texts/c@dev")),
     ("hub:OWNER/NAME", lambda: read("hub:")),
     ("hub:OWNER/NAME", lambda: read("hub:a b")),
     ("hub:OWNER/NAME", lambda: read("hub:../x")),
     (r"validation documents of stream:.*has 0 tokens", without_validation),
     ("has too few train documents for 2 streams", without_training),
-)
+)  # fmt: skip
 def test_what_holds_no_text_is_rejected_in_one_line(message, call, request):
     assert re.search(message, refusal_with(request, call))

@@ -156,59 +156,37 @@ def without_harness(monkeypatch, tokenizer):
 @rejections(
     # files of results
     ("damaged", lambda tmp_path: read_line(tmp_path, "{broken")),
-    (
-        "kl of example '0' of 'doc' is nan, not a number",
-        lambda tmp_path: read_line(tmp_path, line(values={"kl": float("nan")})),
-    ),
+    ("kl of example '0' of 'doc' is nan, not a number",
+     lambda tmp_path: read_line(tmp_path, line(values={"kl": float("nan")}))),
     ("is '0.1', not a number", lambda tmp_path: read_line(tmp_path, line(values={"kl": "0.1"}))),
-    (
-        "not a record: ValueError: it lacks",
-        lambda tmp_path: read_line(tmp_path, '{"model": "base"}'),
-    ),
-    (
-        "second, different record of example '0' of 'doc': base, first, keep",
-        lambda tmp_path: read_line(tmp_path, line(values={"kl": 0.5})),
-    ),
+    ("not a record: ValueError: it lacks",
+     lambda tmp_path: read_line(tmp_path, '{"model": "base"}')),
+    ("second, different record of example '0' of 'doc': base, first, keep",
+     lambda tmp_path: read_line(tmp_path, line(values={"kl": 0.5}))),
     ("damaged", lambda tmp_path: read_line(tmp_path, "{oops", "costs")),
-    (
-        "not a cost: it has no method",
-        lambda tmp_path: read_line(tmp_path, '{"model": "base"}', "costs"),
-    ),
-    (
-        "no evaluation 'magic'; there are longbench, needle",
-        lambda tmp_path: config_of(tmp_path, evaluation="magic"),
-    ),
+    ("not a cost: it has no method",
+     lambda tmp_path: read_line(tmp_path, '{"model": "base"}', "costs")),
+    ("no evaluation 'magic'; there are longbench, needle",
+     lambda tmp_path: config_of(tmp_path, evaluation="magic")),
     ("it has no methods", lambda tmp_path: config_of(tmp_path, methods=None)),
-    (
-        "a method: it has no options",
-        lambda tmp_path: config_of(tmp_path, methods=[{"name": "first"}]),
-    ),
+    ("a method: it has no options",
+     lambda tmp_path: config_of(tmp_path, methods=[{"name": "first"}])),
     ("a method: it has no name", lambda tmp_path: config_of(tmp_path, methods=["first"])),
     ("is not a results folder", lambda tmp_path: read_config(tmp_path / "none")),
     (r"name those in it: .*200 .*300$", folder_of_folders),
-    (
-        "model 'base' come from two different models",
-        lambda: models_of([RECORD, dataclasses.replace(RECORD, example="1", fingerprint="other")]),
-    ),
+    ("model 'base' come from two different models",
+     lambda: models_of([RECORD, dataclasses.replace(RECORD, example="1", fingerprint="other")])),
     ("two data sets", lambda: summarise([RECORD, dataclasses.replace(RECORD, dataset="other")])),
     ("no record of model 'kvcat'", lambda: compare_models([RECORD], "kvcat")),
     # data
-    (
-        "a.jsonl cannot be read: JSONDecodeError",
-        lambda tmp_path: rows(tmp_path, "a.jsonl", b'{"a": 1}\n{torn'),
-    ),
-    (
-        "b.parquet cannot be read: ArrowInvalid",
-        lambda tmp_path: rows(tmp_path, "b.parquet", b"no parquet"),
-    ),
-    (
-        "d.parquet cannot be read: FileNotFoundError",
-        lambda tmp_path: rows(tmp_path, "d.parquet", None),
-    ),
-    (
-        "arxiv is used completely: it has no split 'train'",
-        lambda: corpus_documents("arxiv", "train", 9),
-    ),
+    ("a.jsonl cannot be read: JSONDecodeError",
+     lambda tmp_path: rows(tmp_path, "a.jsonl", b'{"a": 1}\n{torn')),
+    ("b.parquet cannot be read: ArrowInvalid",
+     lambda tmp_path: rows(tmp_path, "b.parquet", b"no parquet")),
+    ("d.parquet cannot be read: FileNotFoundError",
+     lambda tmp_path: rows(tmp_path, "d.parquet", None)),
+    ("arxiv is used completely: it has no split 'train'",
+     lambda: corpus_documents("arxiv", "train", 9)),
     # suffix
     (r"900 \+ 4 tokens; the longest of 4 has 50", lambda: draw(prefix_len=900)),
     ("suffix_len is 1", lambda: draw(suffix_len=1)),
@@ -219,10 +197,8 @@ def without_harness(monkeypatch, tokenizer):
             [("a", "x"), ("b", "x"), ("a", "y")], Characters(), prefix_len=8, suffix_len=4
         ),
     ),
-    (
-        "supervision must be one of suffix, first-half, reconstruction, not 'both'",
-        lambda: SuffixTask((window(),), "noise", "both"),
-    ),
+    ("supervision must be one of suffix, first-half, reconstruction, not 'both'",
+     lambda: SuffixTask((window(),), "noise", "both")),
     ("a suffix of at least 4, not 3", lambda: SuffixTask((window(7),), "noise", "first-half")),
     ("unequal lengths", lambda: SuffixTask((window(7), window(8, "1")), "noise")),
     (
@@ -246,75 +222,47 @@ def without_harness(monkeypatch, tokenizer):
     # questions
     ("model 'base' has none", lambda: question_check(None)),
     ("model 'base' has another one", lambda: question_check(byte_tokenizer(), words="else")),
-    (
-        "outside the vocabulary of model 'base', 20 tokens",
-        lambda: question_check(byte_tokenizer(), vocab_size=20),
-    ),
-    (
-        r"sequences: \d+ tokens exceed the model's 40 positions",
-        lambda: question_check(byte_tokenizer(), max_position_embeddings=40),
-    ),
+    ("outside the vocabulary of model 'base', 20 tokens",
+     lambda: question_check(byte_tokenizer(), vocab_size=20)),
+    (r"sequences: \d+ tokens exceed the model's 40 positions",
+     lambda: question_check(byte_tokenizer(), max_position_embeddings=40)),
     # needle and RULER
     ("per_depth is 0", lambda tokenizer: Needle.task(tokenizer, per_depth=0)),
-    (
-        "no RULER task 'qa'; there are niah_single",
-        lambda tokenizer: Ruler.task(tokenizer, 440, tasks=("qa",)),
-    ),
-    (
-        "vt: 60 tokens are too few: the text needs at least",
-        lambda tokenizer: Ruler.task(tokenizer, 60, tasks=("vt",)),
-    ),
+    ("no RULER task 'qa'; there are niah_single",
+     lambda tokenizer: Ruler.task(tokenizer, 440, tasks=("qa",))),
+    ("vt: 60 tokens are too few: the text needs at least",
+     lambda tokenizer: Ruler.task(tokenizer, 60, tasks=("vt",))),
     # LongBench
-    (
-        "sequences: 801 tokens exceed the model's 800 positions",
-        lambda tmp_path, tokenizer: longbench_check(tmp_path, max_tokens=801, tokenizer=tokenizer),
-    ),
-    (
-        r"row 'id0': prompt and question leave -\d+ of max_tokens=150 for the context",
-        lambda tmp_path, tokenizer: longbench_check(tmp_path, max_tokens=150, tokenizer=tokenizer),
-    ),
+    ("sequences: 801 tokens exceed the model's 800 positions",
+     lambda tmp_path, tokenizer: longbench_check(tmp_path, max_tokens=801, tokenizer=tokenizer)),
+    (r"row 'id0': prompt and question leave -\d+ of max_tokens=150 for the context",
+     lambda tmp_path, tokenizer: longbench_check(tmp_path, max_tokens=150, tokenizer=tokenizer)),
     ("longbench needs the tokenizer of model 'tiny'", lambda tmp_path: longbench_check(tmp_path)),
-    (
-        "row 2 of .*a.jsonl has no text 'sub_domain'",
-        lambda tmp_path: longbench_rows(tmp_path, TEXTS, {"_id": "x"}),
-    ),
-    (
-        "row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D",
-        lambda tmp_path: longbench_rows(tmp_path, {**TEXTS, "answer": "E"}),
-    ),
-    (
-        "row 2 of .*a.jsonl has the _id 'id0' of an earlier row",
-        lambda tmp_path: longbench_rows(tmp_path, TEXTS, TEXTS),
-    ),
-    (
-        "a.jsonl has no row of sub-domain Legal; it has Literary",
-        lambda tmp_path: longbench_rows(tmp_path, TEXTS, domains=["Legal"]),
-    ),
+    ("row 2 of .*a.jsonl has no text 'sub_domain'",
+     lambda tmp_path: longbench_rows(tmp_path, TEXTS, {"_id": "x"})),
+    ("row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D",
+     lambda tmp_path: longbench_rows(tmp_path, {**TEXTS, "answer": "E"})),
+    ("row 2 of .*a.jsonl has the _id 'id0' of an earlier row",
+     lambda tmp_path: longbench_rows(tmp_path, TEXTS, TEXTS)),
+    ("a.jsonl has no row of sub-domain Legal; it has Literary",
+     lambda tmp_path: longbench_rows(tmp_path, TEXTS, domains=["Legal"])),
     # multiple choice
-    (
-        "rows.jsonl, row 2 is not a row of piqa: KeyError: 'sol2'",
-        lambda tmp_path: qa_rows(tmp_path, "piqa", PIQA, {**PIQA, "sol2": None}),
-    ),
-    (
-        "rows.jsonl, row 1 is not a row of winogrande: ValueError: its choices are not at least",
-        lambda tmp_path: qa_rows(tmp_path, "winogrande", WINOGRANDE),
-    ),
-    (
-        "row 1 is not a row of arc_easy: ValueError: 'D' is not in list",
-        lambda tmp_path: qa_rows(tmp_path, "arc_easy", ARC),
-    ),
+    ("rows.jsonl, row 2 is not a row of piqa: KeyError: 'sol2'",
+     lambda tmp_path: qa_rows(tmp_path, "piqa", PIQA, {**PIQA, "sol2": None})),
+    ("rows.jsonl, row 1 is not a row of winogrande: ValueError: its choices are not at least",
+     lambda tmp_path: qa_rows(tmp_path, "winogrande", WINOGRANDE)),
+    ("row 1 is not a row of arc_easy: ValueError: 'D' is not in list",
+     lambda tmp_path: qa_rows(tmp_path, "arc_easy", ARC)),
     ("has no rows", lambda tmp_path: qa_rows(tmp_path, "piqa")),
     ("no QA task 'boolq'; there are hellaswag", lambda: QA.task(None, tasks=["boolq"])),
     ("limit is 0", lambda: QA.task(None, limit=0)),
     ("none has no file hellaswag", lambda: QA.task(None, data=Path("none"))),
     (r"none has no file piqa\*\.jsonl", lambda: QA.task(None, data=Path("none"), tasks=["piqa"])),
     ("qa needs the tokenizer of model 'm'", lambda: qa_check()),
-    (
-        r"model 'm', choices of piqa 4: \d+ tokens exceed the model's 128 positions",
-        lambda tokenizer: qa_check(tokenizer=tokenizer),
-    ),
+    (r"model 'm', choices of piqa 4: \d+ tokens exceed the model's 128 positions",
+     lambda tokenizer: qa_check(tokenizer=tokenizer)),
     ("qa is evaluated without compression", not_compressed),
     (r"pip install .*\[harness\]", without_harness),
-)
+)  # fmt: skip
 def test_what_cannot_be_evaluated_or_read_is_rejected_in_one_line(message, call, request):
     assert re.search(message, refusal_with(request, call))

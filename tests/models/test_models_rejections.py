@@ -216,14 +216,10 @@ def wrongly_rotated():
     ("tokenizer=False", without_tokenizer),
     ("config.json", lambda folder: load_file_of(folder, "config.json", '{"model_type": ')),
     ("does not contain a JSON object", lambda folder: load_file_of(folder, "config.json", "[1]")),
-    (
-        "encoder-decoder",
-        lambda folder: load_config(folder, is_encoder_decoder=True, architectures=["T5"]),
-    ),
-    (
-        "NoSuchLM",
-        lambda folder: load_config(folder, model_type="no-such", architectures=["NoSuchLM"]),
-    ),
+    ("encoder-decoder",
+     lambda folder: load_config(folder, is_encoder_decoder=True, architectures=["T5"])),
+    ("NoSuchLM",
+     lambda folder: load_config(folder, model_type="no-such", architectures=["NoSuchLM"])),
     (
         "never run",
         lambda folder: load_config(
@@ -233,29 +229,19 @@ def wrongly_rotated():
     ("model_type None", lambda folder: load_config(folder, model_type=None)),
     ("cannot load", lambda folder: load_config(folder, hidden_size="wide")),
     ("SafetensorError", lambda folder: load_file_of(folder, "model.safetensors", b"cut")),
-    (
-        "no file named model.safetensors",
-        lambda folder: load_file_of(folder, "model.safetensors", None),
-    ),
+    ("no file named model.safetensors",
+     lambda folder: load_file_of(folder, "model.safetensors", None)),
     ("model-00002-of-00002", load_index),
     # its weights
     (f"lacks weights.*, for example .*{KEYS}", lambda folder: load_weights(folder, lacks=[KEYS])),
-    (
-        f"another shape.*, for example .*{KEYS}",
-        lambda folder: load_weights(folder, **{KEYS: torch.zeros(3, 3)}),
-    ),
-    (
-        f"not finite.*, for example .*{KEYS}",
-        lambda folder: load_weights(folder, **{KEYS: torch.full((16, 32), torch.nan)}),
-    ),
-    (
-        "more layers than config.json's 2.*, for example .*layers.3.self_attn.k_proj",
-        lambda folder: load_weights(folder, **{KEYS.replace(".1.", ".3."): torch.ones(16, 32)}),
-    ),
-    (
-        "lm_head.weight that differs from the embeddings",
-        lambda folder: load_weights(folder, **{"lm_head.weight": torch.ones(67, 32)}),
-    ),
+    (f"another shape.*, for example .*{KEYS}",
+     lambda folder: load_weights(folder, **{KEYS: torch.zeros(3, 3)})),
+    (f"not finite.*, for example .*{KEYS}",
+     lambda folder: load_weights(folder, **{KEYS: torch.full((16, 32), torch.nan)})),
+    ("more layers than config.json's 2.*, for example .*layers.3.self_attn.k_proj",
+     lambda folder: load_weights(folder, **{KEYS.replace(".1.", ".3."): torch.ones(16, 32)})),
+    ("lm_head.weight that differs from the embeddings",
+     lambda folder: load_weights(folder, **{"lm_head.weight": torch.ones(67, 32)})),
     unused(f"{ATTENTION}.q_proj.bias"),
     unused(f"{ATTENTION}.q_norm.weight"),
     unused(f"{ATTENTION}.q_proj.lora_A.weight"),
@@ -283,18 +269,14 @@ def wrongly_rotated():
     # models that the self-test rejects
     ("StableLm.*not all of its layers attend", lambda: self_test_of("stablelm")),
     ("FalconForCausalLM.*interface", lambda: self_test_of("falcon")),
-    (
-        "Gemma2ForCausalLM.*50",
-        lambda: self_test_of("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=8),
-    ),
+    ("Gemma2ForCausalLM.*50",
+     lambda: self_test_of("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=8)),
     ("mamba: layers of type 'linear_attention' keep no keys", lambda: self_test_of("mamba")),
     ("falcon_h1: layers of type", lambda: self_test_of("falcon_h1", **MAMBA_AND_ATTENTION)),
     ("nemotron_h: layers of type", lambda: self_test_of("nemotron_h", **NEMOTRON)),
     ("Bert.*not causal", self_test_of_bert),
-    (
-        "share keys and values",
-        lambda: self_test_of("gemma4_text", **GEMMA4, num_kv_shared_layers=1),
-    ),
+    ("share keys and values",
+     lambda: self_test_of("gemma4_text", **GEMMA4, num_kv_shared_layers=1)),
     (
         "Gemma3nForCausalLM is not supported",
         lambda: self_test_of(
@@ -310,46 +292,30 @@ def wrongly_rotated():
     ),
     ("latent attention", lambda: self_test_of("deepseek_v3", **LATENT)),
     # models whose keys have no other positions
-    (
-        "OPTForCausalLM has no rotary position embedding",
-        lambda: rotation("opt", ffn_dim=48, word_embed_proj_dim=32),
-    ),
-    (
-        "no rotary position embedding",
-        lambda: rotation("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=64),
-    ),
-    (
-        "'dynamic' depend on the length of the text",
-        lambda: rotation("llama", **rope("dynamic", factor=4.0)),
-    ),
-    (
-        "'longrope' depend on the length of the text",
-        lambda: rotation("phi3", pad_token_id=0, **rope("longrope", **LONGROPE)),
-    ),
+    ("OPTForCausalLM has no rotary position embedding",
+     lambda: rotation("opt", ffn_dim=48, word_embed_proj_dim=32)),
+    ("no rotary position embedding",
+     lambda: rotation("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=64)),
+    ("'dynamic' depend on the length of the text",
+     lambda: rotation("llama", **rope("dynamic", factor=4.0))),
+    ("'longrope' depend on the length of the text",
+     lambda: rotation("phi3", pad_token_id=0, **rope("longrope", **LONGROPE))),
     ("keys of its layers do not rotate with their position", wrongly_rotated),
     # the masked pass
     ("recurrent state", lambda: masked(loud_model("lfm2", **LFM2), RandomPolicy(0.5))),
-    (
-        "group start 3 does not exist",
-        lambda: MaskedPass(supported("llama"), {3: RandomPolicy(0.5)}),
-    ),
+    ("group start 3 does not exist",
+     lambda: MaskedPass(supported("llama"), {3: RandomPolicy(0.5)})),
     ("tau must be", lambda: masked(supported("llama"), RandomPolicy(0.5), tau=1.0)),
-    (
-        "AttentionMassPolicy reads attention and has parameters",
-        lambda: masked(loud_model(), with_parameters()),
-    ),
+    ("AttentionMassPolicy reads attention and has parameters",
+     lambda: masked(loud_model(), with_parameters())),
     (r"prefix_len must be in \[1, 11\], not 0", lambda: hidden(0)),
     (r"prefix_len must be in \[1, 11\], not 12", lambda: hidden(12)),
     ("closed", lambda: closed_pass().hidden(some_ids())),
     # tokens after a cache
-    (
-        "token 67 has no embedding",
-        lambda: cached(model := loud_model()).inputs(model, torch.tensor([[3, 67]])),
-    ),
-    (
-        "token 67 has no embedding",
-        lambda: kvcat.replay(model := loud_model(), cached(model), torch.tensor([[3, 67]])),
-    ),
-)
+    ("token 67 has no embedding",
+     lambda: cached(model := loud_model()).inputs(model, torch.tensor([[3, 67]]))),
+    ("token 67 has no embedding",
+     lambda: kvcat.replay(model := loud_model(), cached(model), torch.tensor([[3, 67]]))),
+)  # fmt: skip
 def test_what_is_no_usable_model_is_rejected_in_one_line(message, call, request):
     assert re.search(message, refusal_with(request, call))

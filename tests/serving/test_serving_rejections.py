@@ -68,26 +68,16 @@ def widened(kind, head_dim, **options):
 
 @rejections(
     # plain prefixes
-    (
-        "has a log-bias, which engines do not support",
-        lambda biased, model: plain_prefix(biased, model),
-    ),
-    (
-        r"up to 7 and on average 6\.5 slots: .* with budgets=equal",
-        lambda biased, model: plain_prefix(ragged(biased), model),
-    ),
-    (
-        "head_dim must be even and larger than the 8 of the cache, not 8",
-        lambda biased, model: plain_prefix(biased, model, head_dim=8),
-    ),
-    (
-        "keeps its log-bias",
-        lambda biased, model: plain_prefix(biased, model, head_dim=12, drop_log_bias=True),
-    ),
-    (
-        "belongs to another model",
-        lambda model: plain_prefix(evicted(model, ids(1, 30)), make_model("qwen2")),
-    ),
+    ("has a log-bias, which engines do not support",
+     lambda biased, model: plain_prefix(biased, model)),
+    (r"up to 7 and on average 6\.5 slots: .* with budgets=equal",
+     lambda biased, model: plain_prefix(ragged(biased), model)),
+    ("head_dim must be even and larger than the 8 of the cache, not 8",
+     lambda biased, model: plain_prefix(biased, model, head_dim=8)),
+    ("keeps its log-bias",
+     lambda biased, model: plain_prefix(biased, model, head_dim=12, drop_log_bias=True)),
+    ("belongs to another model",
+     lambda model: plain_prefix(evicted(model, ids(1, 30)), make_model("qwen2"))),
     ("Gemma3ForCausalLM", prefix_with_states),
     (
         "equally many slots in every layer",
@@ -95,37 +85,23 @@ def widened(kind, head_dim, **options):
             evicted(model, ids(1, 30), (7, 3), log_bias=True), model, tmp_path, drop_log_bias=True
         ),
     ),
-    (
-        "must hold one example",
-        lambda model, tmp_path: read_back(evicted(model, ids(2, 30)), model, tmp_path),
-    ),
+    ("must hold one example",
+     lambda model, tmp_path: read_back(evicted(model, ids(2, 30)), model, tmp_path)),
     ("not a widened checkpoint", lambda model, tmp_path: write_gguf(model, tmp_path / "m.gguf")),
     # several documents, and numbers of an engine
     ("Gemma3ForCausalLM: layers with a sliding window", composed_with_states),
     ("layers with a sliding window shorter than the document", placed_with_states),
     ("do not fit in float16", placed_in_half_precision),
     # widened checkpoints
-    (
-        "Qwen3ForCausalLM cannot be widened; what can: llama, .*pack without widening",
-        lambda: widen(make_model("qwen3", {"head_dim": 8}), 12),
-    ),
-    (
-        "its sliding windows would lose the slots",
-        lambda: widened("mistral", 12, sliding_window=16),
-    ),
-    (
-        "'dynamic' depend on the length of the text",
-        lambda: widened("llama", 12, **rope("dynamic", factor=4.0)),
-    ),
-    (
-        "head_dim must be even and larger than the model's 8, not 8",
-        lambda: widened("llama", 8),
-    ),
+    ("Qwen3ForCausalLM cannot be widened; what can: llama, .*pack without widening",
+     lambda: widen(make_model("qwen3", {"head_dim": 8}), 12)),
+    ("its sliding windows would lose the slots", lambda: widened("mistral", 12, sliding_window=16)),
+    ("'dynamic' depend on the length of the text",
+     lambda: widened("llama", 12, **rope("dynamic", factor=4.0))),
+    ("head_dim must be even and larger than the model's 8, not 8", lambda: widened("llama", 8)),
     ("head_dim must be even", lambda: widened("llama", 11)),
-    (
-        "a head_dim of 100000000 is too large: above 77 the rotary base 10000",
-        lambda: widened("llama", 10**8),
-    ),
-)
+    ("a head_dim of 100000000 is too large: above 77 the rotary base 10000",
+     lambda: widened("llama", 10**8)),
+)  # fmt: skip
 def test_what_no_engine_can_serve_is_rejected_in_one_line(message, call, request):
     assert re.search(message, refusal_with(request, call))
