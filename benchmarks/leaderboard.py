@@ -180,6 +180,25 @@ def write_table(name: str, frame: pd.DataFrame) -> None:
     (RECORDS / f"{name}.csv.gz").write_bytes(gzip.compress(text, mtime=0))
 
 
+def add_to_table(name: str, frame: pd.DataFrame, key: list[str]) -> pd.DataFrame:
+    """All rows of a table of records, with new ones added or in the place of old ones.
+
+    Args:
+        name: of the table.
+        frame: the new rows.
+        key: columns that two rows of the same cell have in common.
+    """
+    path = RECORDS / f"{name}.csv.gz"
+    if path.exists():
+        numbers = list(frame.select_dtypes("number"))
+        texts = dict.fromkeys(frame.columns.difference(numbers), str)
+        empty = {column: [""] for column in numbers}
+        kept = pd.read_csv(path, dtype=texts, keep_default_na=False, na_values=empty)
+        frame = pd.concat([kept, frame], ignore_index=True).drop_duplicates(key, keep="last")
+    write_table(name, frame)
+    return frame
+
+
 @dataclass(frozen=True)
 class Records:
     """What is kept of a measurement."""

@@ -42,11 +42,11 @@ from leaderboard import (
     MARKERS,
     RECORDS,
     ROOT,
+    add_to_table,
     as_png,
     shows,
     wrapped,
     write_or_check,
-    write_table,
 )
 from named_models import NamedModel, add_record_options, for_each_model
 from peers import LEARNING
@@ -72,6 +72,7 @@ CELL = (
     "model", "document", "tokens", "method", "keep", "reading", "trace", "method_seconds", "peak",
     "dense_bytes", "bytes", "kl",
 )  # fmt: skip
+KEY = ["model", "document", "tokens", "method", "keep", "question"]
 LATER = 256
 ONE_FIT = "one-fit"
 ONE_REPETITION = "one-repetition"
@@ -320,15 +321,17 @@ def rows_of(records: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def put_away(options: argparse.Namespace) -> None:
-    """Write the records of a measurement as they are kept."""
-    rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
-    write_table("long", rows)
-    command = "python benchmarks/long_documents.py --model smollm2-135m --data books.parquet"
-    compressed = rows[rows["method"] != DENSE]
-    for option, column in (("tokens", "tokens"), ("keep", "keep"), ("methods", "method")):
-        command += f" --{option} {' '.join(map(str, compressed[column].unique()))}"
-    command += f" --documents {rows['document'].max() + 1}"
-    write_json(RECORDS / "long.json", provenance() | {"command": command, "date": options.date})
+    """Add the records of a measurement to those that are kept, and how all were made."""
+    new = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
+    rows = add_to_table("long", new, KEY)
+    commands = []
+    for model, of_model in rows[rows["method"] != DENSE].groupby("model", sort=False):
+        command = f"python benchmarks/long_documents.py --model {model} --data books.parquet"
+        for option, column in (("tokens", "tokens"), ("keep", "keep"), ("methods", "method")):
+            command += f" --{option} {' '.join(map(str, of_model[column].unique()))}"
+        commands.append(f"{command} --documents {of_model['document'].max() + 1} --out OUT")
+    facts = {"command": "` and `".join(commands), "date": options.date}
+    write_json(RECORDS / "long.json", provenance() | facts)
 
 
 def summary() -> pd.DataFrame:
@@ -373,7 +376,7 @@ def page_table() -> str:
     """The summary as a table for each model."""
     facts = read_json(RECORDS / "long.json")
     about = (
-        f"Made by `{facts['command']} --out OUT`, {facts['date']}, torch {facts['torch']}, "
+        f"Made by `{facts['command']}`, {facts['date']}, torch {facts['torch']}, "
         f"{facts['cpu']}, float32, one thread of a machine that others used. Readings are "
         "processor seconds over those of a plain forward of the document in the same process: "
         "the trace (reading included), then the fit. Memory is the peak of both over the "

@@ -2,7 +2,7 @@
 
     python benchmarks/question_set.py --data prose=FOLDER technical=FILE --out OUT.jsonl \\
         --model smollm2-135m --half held-out --lengths 600 --documents 40
-    python benchmarks/question_set.py --collect OUT.jsonl    # puts the records away
+    python benchmarks/question_set.py --collect OUT.jsonl    # adds the records to those kept
     python benchmarks/question_set.py --write                # docs/evaluation.md from records
     python benchmarks/question_set.py --check                # exit code 1 if it is different
 
@@ -34,7 +34,15 @@ import numpy as np
 import pandas as pd
 import torch
 from kinds import ALL_KINDS, COMPLETION, HALVES, KINDS, Asked, Draw, completion, spread
-from leaderboard import RECORDS, ROOT, SIGNIFICANT, percent, wrapped, write_or_check, write_table
+from leaderboard import (
+    RECORDS,
+    ROOT,
+    SIGNIFICANT,
+    add_to_table,
+    percent,
+    wrapped,
+    write_or_check,
+)
 from named_models import NamedModel, add_record_options, for_each_model
 from peers import method_of
 from questions import BASELINES, Document, answered
@@ -54,6 +62,7 @@ from kvcat.text.encoder import TextEncoder
 from kvcat.text.template import chat_parts
 
 VERSION = 1
+KEY = ["model", "document", "condition", "keep", "question"]
 DEFAULT = "attention-matching@reconstruction"
 NAMES = {
     DEFAULT: "kvcat, the default",
@@ -404,16 +413,21 @@ def page_table() -> str:
 
 
 def put_away(options: argparse.Namespace) -> None:
-    """Write the records of a measurement as they are kept."""
-    rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
-    write_table("kinds", rows.drop(columns="right"))
-    lengths = " ".join(map(str, sorted(rows["length"].unique())))
+    """Add the records of a measurement to those that are kept, and how all were made."""
+    new = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
+    rows = add_to_table("kinds", new.drop(columns="right"), KEY)
     asked = rows[~rows["condition"].isin([name for name, _ in BASELINES])]
-    conditions = " ".join(asked["condition"].unique())
-    command = f"python benchmarks/question_set.py --lengths {lengths} --seed {options.seed}"
-    command += f" --half held-out --conditions {conditions}"
-    command += " --data prose=... technical=... textbook=... --out OUT.jsonl"
-    write_json(RECORDS / "kinds.json", provenance() | {"command": command, "date": options.date})
+    commands = []
+    for model, of_model in asked.groupby("model", sort=False):
+        lengths = " ".join(map(str, sorted(of_model["length"].unique())))
+        conditions = " ".join(of_model["condition"].unique())
+        commands.append(
+            f"python benchmarks/question_set.py --model {model} --lengths {lengths} --seed "
+            f"{options.seed} --half held-out --conditions {conditions} --data prose=... "
+            "technical=... textbook=... --out OUT.jsonl"
+        )
+    facts = {"command": "` and `".join(commands), "date": options.date}
+    write_json(RECORDS / "kinds.json", provenance() | facts)
 
 
 def main() -> None:
@@ -430,7 +444,9 @@ def main() -> None:
     parser.add_argument("--keep", type=float, nargs="+", default=[0.05, 0.1, 0.2])
     parser.add_argument("--conditions", nargs="+", default=[DEFAULT], metavar="METHOD@SUPERVISION")
     parser.add_argument("--seed", default="1", help="of the facts")
-    parser.add_argument("--collect", nargs="+", type=Path, metavar="OUT", help="records to keep")
+    parser.add_argument(
+        "--collect", nargs="+", type=Path, metavar="OUT", help="records to add to those kept"
+    )
     parser.add_argument("--date", default="", help="of the measurement, for the page")
     parser.add_argument("--write", action="store_true", help="the page's tables")
     parser.add_argument("--check", action="store_true", help="compare them with the records")

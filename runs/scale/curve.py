@@ -2,6 +2,7 @@
 
     python runs/scale/curve.py                       # prints the table
     python runs/scale/curve.py --add FOLDER...       # adds results folders to the file
+    python runs/scale/curve.py --has MODEL@SEED      # exit code 1 if a point is not in it
 
 ``records.csv.gz`` holds a row for every model, training seed, supervision, method, keep ratio and
 window. A model's name is FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``:
@@ -129,16 +130,26 @@ def table(rows: pd.DataFrame) -> str:
     return "\n".join(printed)
 
 
+def has(rows: pd.DataFrame, point: str) -> bool:
+    """Whether the rows have both supervisions of a model and training seed, MODEL@SEED."""
+    model, _, seed = point.partition("@")
+    of_point = rows[(rows["model"] == model) & (rows["seed"] == seed)]
+    return of_point["supervision"].nunique() == 2
+
+
 def main() -> None:
-    """Add rows, or print the table."""
+    """Add rows, look for a point, or print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", nargs="+", type=Path, metavar="FOLDER")
+    parser.add_argument("--has", metavar="MODEL@SEED")
     parser.add_argument("--records", type=Path, default=FILE)
     options = parser.parse_args()
     if options.add:
         print(f"{add(options.add, options.records)} rows added to {options.records}")
+    elif options.has:
+        sys.exit(not has(read(options.records), options.has))
     else:
         print(table(read(options.records)))
 

@@ -2,8 +2,8 @@
 # Gain and price of KV-CAT by training tokens per parameter, on kvcat-base (708,960 parameters): the
 # paper's recipe (weight 1, whole sequences, 1e-4 to 5e-6) beside its control, on the same tokens of
 # the installed Python sources (those of constraints.txt).
-# Trains, judges and records one point after the other, in the order of QUEUE; if it is stopped, the
-# same command continues. A point at 10.6 tokens a parameter takes half an hour of an idle core for a
+# Trains, judges and records one point after the other, in the order of QUEUE, without those that
+# RECORDS has; if it is stopped, the same command continues. A point at 10.6 tokens a parameter takes half an hour of an idle core for a
 # control, an hour or more for the others. `python runs/scale/curve.py` prints what came out.
 set -eu
 cd "$(dirname "$0")/../.."
@@ -40,17 +40,18 @@ judge() {  # judge LABEL MODEL FOLDER
   python runs/scale/curve.py --add "$3/suffix" "$3/reconstruction" --records "$RECORDS"
 }
 
-[ -e "$OUT/base/recorded" ] || { judge base@0 kvcat-base "$OUT/base"; : > "$OUT/base/recorded"; }
+is_recorded() { python runs/scale/curve.py --has "$1" --records "$RECORDS"; }
+
+is_recorded base@0 || judge base@0 kvcat-base "$OUT/base"
 grep -v '^#' "$QUEUE" | while read -r form per_parameter steps seed; do
   name=$form-$per_parameter
   folder=$OUT/$name-s$seed
-  [ ! -e "$folder-judged/recorded" ] || continue
+  if is_recorded "$name@$seed" < /dev/null; then continue; fi
   kvcat train small --model kvcat-base --output "$folder" $(options "$form") \
     --seq-len 1024 --batch-size 4 --max-steps "$steps" --warmup-steps $((steps * 3 / 200 + 1)) \
     --peak-lr 1e-4 --min-lr 5e-6 --seed "$seed" --validation-sequences 16 \
     --validation-every $((steps / 4 + 1)) --checkpoint-every 100 --log-every 10 --device "$DEVICE" \
     < /dev/null
   judge "$name@$seed" "$folder/export" "$folder-judged" < /dev/null
-  : > "$folder-judged/recorded"
   rm -rf "$folder/checkpoints"
 done

@@ -84,3 +84,21 @@ def test_a_cell_of_kl_is_students_interval_of_the_documents_at_least():
 def test_holms_correction_is_over_the_cells_of_one_size():
     p_values = {("a", 0.1): 0.02, ("b", 0.1): 0.03, ("a", 0.2): 0.04, ("b", 0.2): 0.2}
     assert leaderboard.unclear(p_values) == {("a", 0.2), ("b", 0.2)}
+
+
+def test_new_records_are_added_or_take_the_place_of_old_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(leaderboard, "RECORDS", tmp_path)
+    key = ["document", "method"]
+    old = pd.DataFrame(
+        {"document": ["1", "1"], "method": ["a", "b"], "answer": ["", "007"], "kl": [math.nan, 0.5]}
+    )
+    leaderboard.add_to_table("some", old, key)
+    new = pd.DataFrame({"document": ["2", "1"], "method": ["a"] * 2, "answer": "8", "kl": [1.0, 2]})
+    rows = leaderboard.add_to_table("some", new, key)
+    assert rows.to_dict("records") == [
+        {"document": "1", "method": "b", "answer": "007", "kl": 0.5},
+        {"document": "2", "method": "a", "answer": "8", "kl": 1.0},
+        {"document": "1", "method": "a", "answer": "8", "kl": 2.0},
+    ]
+    again = leaderboard.add_to_table("some", new, key)
+    assert again.to_dict("records") == rows.to_dict("records")
