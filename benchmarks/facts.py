@@ -14,6 +14,7 @@ do not become part of the conversation.
     attention-matching, h2o, snapkv
                   the whole conversation, read again at each question, in as many slots as the
                   session holds then
+    repeated      the default with a repetition of the whole conversation, in as many slots
     truncated     the template's opening and the last tokens, as many as these slots
 
 Intervals are Wilson's with a design effect for the questions of one conversation. Every answer is
@@ -36,7 +37,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcat
 from kvcat.cache import CompactCache
-from kvcat.compress import make_compressor
+from kvcat.compress import Reconstruction, make_compressor
+from kvcat.compress.documents import INSTRUCTION, sequence_trace
 from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, filler_lines, number, shuffled
@@ -53,7 +55,8 @@ SESSIONS: dict[str, dict[str, Any]] = {
     "streaming": {"method": "streaming"},
 }
 ONE_SHOT = ("attention-matching", "h2o", "snapkv")
-OTHERS = ("dense", *ONE_SHOT, "truncated")
+REPEATED = "repeated"
+OTHERS = ("dense", REPEATED, *ONE_SHOT, "truncated")
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,12 @@ def others(
     for name in ONE_SHOT:
         if name in wanted:
             yield name, make_compressor(name)(trace, num_slots=min(slots, len(ids)))
+    if REPEATED in wanted:
+        instruction = talk.tokenizer.encode(INSTRUCTION, add_special_tokens=False)
+        both = torch.tensor([[*ids.tolist(), *instruction, *ids.tolist()]])
+        sequence = Reconstruction(both, len(ids), len(ids) + len(instruction))
+        repeated = sequence_trace(model, sequence)
+        yield REPEATED, kvcat.AttentionMatching()(repeated, num_slots=min(slots, len(ids)))
     if "truncated" not in wanted:
         return
     opening, _, _ = chat_parts(talk.tokenizer)
@@ -155,7 +164,8 @@ def records_of(
     """A record per condition and number of turns that is not known yet: the answers."""
     name = f"{talk.seed}-{talk.index}"
     for condition, settings in SESSIONS.items():
-        measured = [condition, *OTHERS] if condition == "session" else [condition]
+        measured = [condition, *OTHERS] if condition == SESSION else [condition]
+        measured = [each for each in measured if each in options.conditions]
         missing = {
             turn: [each for each in measured if (name, each, turn) not in known]
             for turn in options.turns
@@ -251,6 +261,8 @@ def main() -> None:
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--sentences", type=int, default=3, help="neutral ones in a turn")
     parser.add_argument("--budget", type=int, default=400, help="slots per layer and head")
+    every = [*SESSIONS, *OTHERS]
+    parser.add_argument("--conditions", nargs="+", choices=every, default=every, metavar="NAME")
     parser.add_argument("--tail", type=int, default=64)
     parser.add_argument("--seed", default="test", help="of the conversations")
     for_each_model(parser.parse_args(), run)

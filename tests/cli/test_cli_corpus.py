@@ -13,6 +13,7 @@ import pytest
 
 from kvcat.cli.app import run
 from kvcat.corpus import Store
+from kvcat.models import load_tokenizer
 from tiny import sentences, write_tiny_model
 
 
@@ -108,6 +109,21 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     again = json.loads((tmp_path / "again.json").read_text())["messages"]
     assert again == messages[:2]
     assert said.out.startswith(messages[1]["content"] + "\n")
+
+
+@pytest.mark.slow
+def test_chat_compresses_older_turns_and_goes_on(tmp_path, capsys, monkeypatch):
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=8192)
+    (tmp_path / "text.txt").write_text("".join(sentences(2)))
+    cache = tmp_path / "cache.safetensors"
+    assert kvcat("compress", model, "--text", tmp_path / "text.txt", "-o", cache) == 0
+    long_question = "the old cat sees a small red stone and " * 420
+    assert len(load_tokenizer(model)(long_question).input_ids) > 4096
+    lines = f"the cat\n{long_question}\nthe dog\n/save {tmp_path / 'talk.json'}\n"
+    monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+    assert kvcat("chat", model, "--cache", cache, "--max-new-tokens", 5) == 0
+    assert capsys.readouterr().err.count("the older turns were compressed") == 1
+    assert len(json.loads((tmp_path / "talk.json").read_text())["messages"]) == 6
 
 
 def read_until(terminal, wanted, seconds=120):

@@ -10,10 +10,11 @@ from structured_heads import eager_attention
 from kvcat.compress import AttentionMatching, split_supervision, trace
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.heads import Heads
-from kvcat.compress.kept_queries import keep_queries, placed_ahead
+from kvcat.compress.kept_queries import keep_queries, placed_after
 from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.prefix import Prefix, protecting
 from kvcat.compress.queries import fitted_queries
+from kvcat.compress.sessions.repetition import fitted_also_to
 from kvcat.compress.trace import sampled_positions
 from kvcat.models.rotation import KeyRotation
 from kvcat.models.rounded import Rounded
@@ -242,6 +243,33 @@ def grown_trace(double, windows, past, kept):
     )
 
 
+def test_queries_kept_of_a_repetition_count_like_those_of_the_last_one(double, windows):
+    before = trace(double, windows, 32)
+    kept = keep_queries(before, 8, repeated_tokens(before, windows[0, :5], 0))
+    past = AttentionMatching()(before, num_slots=9)
+    new = placed_after(grown_trace(double, windows, past, kept))
+    repeated = repeated_tokens(new, windows[0, :5], 32)
+    new = fitted_also_to(new, repeated)
+    fitted = fitted_queries(Prefix.of(new), None, by_share=True)
+    assert list(map(len, fitted)) == [16, 8, 16]
+    squares = [each.weights.square() for each in fitted]
+    torch.testing.assert_close(squares[0], torch.ones(16))
+    torch.testing.assert_close(squares[1], torch.full([8], 4.0))  # each for four tokens
+    torch.testing.assert_close(squares[2], torch.ones(16))
+    # peaks are the largest attention of both, from where they are
+    batch = Heads(Prefix.of(new), fitted).load([(1, 0, 0)])
+    scores = batch.scores(slice(0, 2 * 24))
+    elsewhere = batch.log_elsewhere[:, : 2 * 24].unsqueeze(-1)
+    attention = torch.cat([scores, elsewhere], -1).softmax(-1)[..., :-1]
+    peaks = dense_attention(batch).peaks
+    torch.testing.assert_close(peaks, attention.square().amax(1))
+
+
+def already_at(place, kept):
+    """Kept queries that have been moved to a place, from where they attend as before."""
+    return replace(kept, place=place, starts=kept.starts + (place - kept.place))
+
+
 def attention_from(double, states, layer, shifts, keys, values):
     """Log-mass and outputs of queries moved by ``shifts``, over all keys: (batch, heads, ...)."""
     moved = KeyRotation(double, 1)(states, layer, shifts)
@@ -269,6 +297,7 @@ def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
     kept = keep_queries(before, 8, repeated)
     if is_repeated:
         assert kept.starts.tolist() == [32] * 8
+    kept = already_at(48, kept)
     past = AttentionMatching(budgets=budgets)(before, num_slots=9)
     new = grown_trace(double, windows, past, kept)
     fitted = fitted_queries(Prefix.of(new), 1.0, by_share=True)
@@ -299,17 +328,17 @@ def test_kept_queries_attend_to_the_text_as_it_was_before_it_was_compressed(
 
 def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, windows):
     before = trace(double, windows, 32)
-    kept = keep_queries(before, 8, places=32)
+    kept = keep_queries(before, 8)
     # every slot is kept: the attention to the slots is that to the text
     new = grown_trace(double, windows, before.dense_cache(), kept)
-    moved_on = placed_ahead(new, places=32).past.queries
-    assert (kept.place, moved_on.place) == (32, 64)
+    moved_on = placed_after(new).past.queries
+    assert (kept.place, moved_on.place) == (32, 48)
     for layer in range(2):
         log_mass, outputs = attention_from(
             double,
             kept.states[layer].numbers(),
             layer,
-            64 - kept.starts,
+            48 - kept.starts,
             before.keys[layer],
             before.values[layer],
         )
@@ -317,20 +346,19 @@ def test_kept_queries_that_are_moved_on_attend_as_from_their_new_place(double, w
         error = (moved_on.outputs[layer].numbers() - outputs).abs()
         assert error.max() < 0.01 * outputs.abs().max()
     without = replace(new, past=replace(new.past, queries=None))
-    assert placed_ahead(without).past.queries is None
+    assert placed_after(without).past.queries is None
 
 
-@pytest.mark.parametrize("places", [32, 512])
 def test_kept_queries_attend_to_the_cache_alone_if_all_tokens_after_it_are_protected(
-    double, windows, places
+    double, windows
 ):
     before = protecting(trace(double, windows, 32), [(0, 2)])
-    kept = keep_queries(before, 8, places=places)
+    kept = keep_queries(before, 8)
     past = before.dense_cache()
     new = protecting(grown_trace(double, windows, past, kept), [(0, 2), (32, 48)])
-    moved_on = placed_ahead(new, places=places)
+    moved_on = placed_after(new)
     place = moved_on.past.queries.place
-    joined = keep_queries(moved_on, 48, places=places)
+    joined = keep_queries(moved_on, 48)
     is_kept = torch.isin(joined.positions, kept.positions)
     for layer in range(2):
         states = kept.states[layer].numbers()
@@ -345,11 +373,11 @@ def test_kept_queries_attend_to_the_cache_alone_if_all_tokens_after_it_are_prote
 
 def test_kept_queries_are_moved_on_over_a_cache_of_protected_slots_alone(double, windows):
     before = protecting(trace(double, windows, 32), [(0, 2)])
-    kept = keep_queries(before, 8, places=32)
+    kept = keep_queries(before, 8)
     past = AttentionMatching()(before, num_slots=2)
     new = protecting(grown_trace(double, windows, past, kept), [(0, 2)])
-    moved_on = placed_ahead(new, places=32).past.queries
-    assert moved_on.place == 64
+    moved_on = placed_after(new).past.queries
+    assert moved_on.place == 48
     for layer in range(2):
         torch.testing.assert_close(moved_on.log_mass[layer], kept.log_mass[layer])
 
@@ -357,7 +385,7 @@ def test_kept_queries_are_moved_on_over_a_cache_of_protected_slots_alone(double,
 def test_protected_tokens_are_no_part_of_what_kept_queries_attended_to(double, windows):
     protect = [(2, 5), (30, 32)]
     before = protecting(trace(double, windows, 32), protect)
-    kept = keep_queries(before, 8)
+    kept = already_at(48, keep_queries(before, 8))
     past = AttentionMatching(budgets="equal")(before, num_slots=12)
     new = protecting(grown_trace(double, windows, past, kept), [*protect, (40, 43)])
     joined = keep_queries(new, 48)

@@ -585,11 +585,11 @@ def test_arguments_that_cannot_be_right_are_rejected(make):
     assert "nothing to compress" in refusal(session.compact)
     sliding = loud_model("mistral", sliding_window=16)
     message = refusal(Session, sliding, byte_tokenizer(), budget=100)
-    assert "sliding windows have no sessions" in message
+    assert "sliding windows are not compressed in sessions" in message
     layer_types = ["conv", "full_attention"]
     recurrent = loud_model("lfm2", layer_types=layer_types, block_auto_adjust_ff_dim=False)
     message = refusal(Session, recurrent, byte_tokenizer(), budget=100)
-    assert "recurrent state have no sessions" in message
+    assert "recurrent state are not compressed in sessions" in message
 
 
 def test_a_model_that_changes_during_a_session_is_rejected_until_it_is_as_before(tokenizer):
@@ -750,15 +750,25 @@ def test_a_conversation_in_a_template_that_writes_the_date_continues_the_next_da
     assert held == f"day 01[user]the cat<eos>[assistant]{answer}<eos>[user]a dog<eos>"
 
 
-def test_a_template_that_changes_earlier_turns_is_rejected(model):
+def test_turns_that_a_template_changes_are_read_again_if_they_are_exact(model):
     changing = byte_tokenizer()
     changing.chat_template = (
         "{% for m in messages %}{{ loop.length }}:{{ m['content'] }}{% endfor %}"
     )
     session = Session(model, changing, budget=60, tail=8)
     session.turn("the cat")
-    assert "changes what it wrote for earlier turns" in refusal(session.turn, "a dog")
-    assert session.num_tokens == len(session.ids)
+    session.turn("a dog")
+    assert changing.decode(session.ids) == "2:the cat2:a dog"
+    expected = dense_logits(model, session.ids)[-1]
+    torch.testing.assert_close(session.next_logits, expected, rtol=0, atol=1e-10)
+    said = "changes what it wrote for earlier turns"
+    assert said in refusal(session.turn, "a stone", protect=True)
+    branch = copy.copy(session)
+    branch.append("more")
+    assert said in refusal(branch.turn, "a stone")
+    session.compact(4)
+    assert said in refusal(session.turn, "a stone")
+    assert changing.decode(session.ids) == "2:the cat2:a dog"
     changing.chat_template = CHATML
     assert "in another chat template" in refusal(session.turn, "a dog")
     changing.chat_template = CHATML.replace("m['content']", "m['content'] | replace('dog', '')")

@@ -1,4 +1,4 @@
-"""Answers: pieces of text, stop texts, sampling; and conversations behind a compact cache."""
+"""Answers after a compact cache: pieces of text, stop texts, sampling."""
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 import kvcat
 from kvcat.generate import AnswerStream, Sampling, answer
-from kvcat.serving.conversation import Conversation
 from tiny import refusal, sentences, write_tiny_model
 from tokenizers_zoo import byte_fallback, byte_level
 
@@ -136,52 +135,3 @@ def test_sampling_repeats_with_its_seed(loaded, cache):
 )
 def test_sampling_rejects_values_out_of_range(options):
     assert refusal(Sampling, **options)
-
-
-def test_a_turn_of_a_conversation_is_the_answer_to_all_turns_read_at_once(loaded, cache):
-    model, tokenizer = loaded
-    conversation = Conversation(model, tokenizer, cache)
-    sampling = Sampling(max_new_tokens=6)
-    texts = []
-    for number in range(3):
-        question = f"the cat {number}"
-        reads_again = Conversation(model, tokenizer, cache)
-        reads_again.messages = list(conversation.messages)
-        reads_again._ids = list(conversation._ids)
-        expected = reads_again.ask(question, sampling)
-        result = conversation.ask(question, sampling)
-        assert result.ids == expected.ids
-        texts += [question, result.text]
-    assert [message["content"] for message in conversation.messages] == texts
-    assert conversation._held
-
-
-def test_a_conversation_in_a_template_is_the_templates_text(loaded):
-    model, tokenizer = loaded
-    trace = kvcat.document_trace(model, tokenizer, DOCUMENT, chat=True)
-    conversation = Conversation(model, tokenizer, trace.dense_cache())
-    sampling = Sampling(max_new_tokens=5)
-    first = conversation.ask("the cat", sampling).text
-    second = conversation.ask("a stone", sampling)
-    messages = [
-        {"role": "user", "content": f"{DOCUMENT}\n\nthe cat"},
-        {"role": "assistant", "content": first},
-        {"role": "user", "content": "a stone"},
-    ]
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids
-    out = model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0)
-    assert second.ids == out[0, ids.shape[1] :].tolist()
-
-
-def test_a_question_that_does_not_fit_leaves_the_conversation_as_it_was(loaded, cache):
-    model, tokenizer = loaded
-    conversation = Conversation(model, tokenizer, cache)
-    first = conversation.ask("the cat", Sampling(max_new_tokens=4))
-    assert "no position is left" in refusal(
-        conversation.ask, "the cat " * 200, Sampling(max_new_tokens=4)
-    )
-    assert "empty" in refusal(conversation.ask, "", Sampling())
-    assert [message["content"] for message in conversation.messages] == ["the cat", first.text]
-    conversation.ask("the dog", Sampling(max_new_tokens=4))
-    assert len(conversation.messages) == 4

@@ -23,6 +23,7 @@ from kvcat.cache.files import (
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.first_tokens import first_slots
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
+from kvcat.cache.heads import HeadSlots
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
 from kvcat.cache.ranges import num_positions
@@ -172,6 +173,31 @@ class CompactCache:
             layer.unpacked() if isinstance(layer, QuantizedLayer) else layer
             for layer in self.layers
         ]
+
+    def followed_by(self, later: "CompactCache") -> "CompactCache":
+        """The cache of the prefix and of tokens after it, unquantised.
+
+        Args:
+            later: slots of these tokens, whose keys are at their positions after the prefix, for as
+                many examples. Its protected ranges count from the first of them.
+        """
+        layers = []
+        for first, second in zip(self.ordinary_layers(), later.ordinary_layers(), strict=True):
+            rows = zip(first.heads(), second.heads(), strict=True)
+            heads = [
+                [replace(HeadSlots.joined(both), positions=None) for both in zip(*row, strict=True)]
+                for row in rows
+            ]
+            layers.append(CompactLayer.of_heads(heads))
+        ranges = (*later.record.protected, *later.record.protected_later)
+        moved = [(self.num_tokens + start, self.num_tokens + stop) for start, stop in ranges]
+        record = replace(
+            self.record.longer(self.num_tokens, later.record.first_ids),
+            protected_later=(*self.record.protected_later, *moved),
+            appended=self.record.appended + later.num_tokens,
+        )
+        num_tokens = self.num_tokens + later.num_tokens
+        return replace(self, layers=layers, num_tokens=num_tokens, record=record)
 
     def select(self, rows: Rows) -> "CompactCache":
         """The cache of the given examples.

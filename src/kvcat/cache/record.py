@@ -40,7 +40,7 @@ class CacheRecord:
         protected_later: ranges of the tokens whose exact slots come after others.
         documents: number of tokens of each document of a composed cache.
         seam_tokens: number of first tokens of its later documents that were encoded again.
-        appended: number of tokens whose exact slots were appended.
+        appended: number of tokens that were appended to the documents.
         refit: queries to which log-bias and values of the composed cache were fitted again.
         held_out_kl: KL that was measured on held-out positions, in nats per token.
         id: of the document in a store.

@@ -1,10 +1,12 @@
 """The commands ``kvcat serve`` and ``kvcat chat``: a server, and a conversation in a terminal."""
 
+import copy
 import errno
 import json
 import os
 import socket
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +20,11 @@ from kvcat.errors import InputError
 from kvcat.settings import Sampling
 
 if TYPE_CHECKING:
-    from kvcat.serving.conversation import Conversation
+    from kvcat.compress import Session
 
 KEY_VARIABLE = "KVCAT_API_KEY"
 _MOST_TOKENS = 256
+_TAIL = 512  # last tokens of a conversation that are never compressed
 _HELP = (
     "type a question; /save FILE writes the conversation, /reset forgets it, /quit ends it; Ctrl-C "
     "ends an answer"
@@ -126,6 +129,9 @@ def chat(
 ) -> None:
     """Ask questions about a compressed document, one after another; answers see earlier turns.
 
+    Turns stay as they are up to 4,096 tokens. Then the older ones are compressed, again and again,
+    where the model's layers allow it. The document never changes.
+
     Type /save FILE to write the conversation as JSON, /reset to forget earlier turns. Type /quit,
     or end the input, to leave. Ctrl-C ends an answer, which is then no part of the conversation.
 
@@ -140,8 +146,8 @@ def chat(
     early.check_device(device)
     early.check_model(model)
 
+    from kvcat.compress import Session
     from kvcat.models import positions_of
-    from kvcat.serving.conversation import Conversation
 
     loaded, tokenizer, compact = model_and_cache(
         model, files, device=device, dtype=dtype, store=store, id=id
@@ -153,8 +159,7 @@ def chat(
             f"--max-new-tokens is {sampling.max_new_tokens}; the model's {positions} "
             f"positions leave {room} for questions and answers after the document"
         )
-    conversation = Conversation(loaded, tokenizer, compact)
-    saved: set[Path] = set()
+    conversation = _Conversation(Session(loaded, tokenizer, document=compact, tail=_TAIL), settings)
     print(f"{compact.num_tokens} tokens of document: {_HELP}", file=sys.stderr)
     while True:
         line = _read_line()
@@ -162,9 +167,9 @@ def chat(
             return
         try:
             if line.startswith("/"):
-                _run(line, conversation, saved)
+                conversation.run(line)
             elif line.strip():
-                _answer(line, conversation, settings)
+                conversation.answer(line)
         except InputError as error:  # the conversation continues
             print(f"kvcat: {error}", file=sys.stderr)
 
@@ -183,41 +188,60 @@ def _read_line() -> str | None:
         return ""
 
 
-def _answer(line: str, conversation: "Conversation", settings: Sampling) -> None:
-    """Print the answer to a question as it comes."""
-    try:
-        result = conversation.ask(line, settings, on_text=print_piece)
-        print(flush=True)
-        if result.finish_reason == "length":
-            print(limit_note(len(result.ids)), file=sys.stderr)
-    except KeyboardInterrupt:
-        print(flush=True)
-        print("stopped: this question and its answer are not kept", file=sys.stderr)
-
-
-def _run(line: str, conversation: "Conversation", saved: set[Path]) -> None:
-    """Obey a line that begins with a slash.
+@dataclass
+class _Conversation:
+    """A conversation in a terminal.
 
     Args:
-        conversation: what it is about.
-        saved: files that this conversation was saved to, which may be replaced.
+        empty: the session without turns.
+        settings: of every answer.
+        messages: turns so far.
+        saved: files that it was saved to, which may be replaced.
     """
-    command, _, argument = line.strip().partition(" ")
-    if command == "/reset" and not argument:
-        conversation.reset()
-    elif command == "/save" and argument:
-        _save(Path(argument.strip()).expanduser(), conversation, saved)
-    else:
-        raise InputError(f"{line.strip()[:40]} is not a command: {_HELP}")
 
+    empty: "Session"
+    settings: Sampling
+    messages: list[dict[str, str]] = field(default_factory=list)
+    saved: set[Path] = field(default_factory=set)
 
-def _save(path: Path, conversation: "Conversation", saved: set[Path]) -> None:
-    """Write the conversation to a new file, or to one of its earlier files."""
-    from kvcat.files import write_text
+    def __post_init__(self) -> None:
+        self.session = copy.copy(self.empty)
 
-    if path.exists() and path.resolve() not in saved:
-        raise InputError(f"{path} exists: name a new file")
-    content = json.dumps({"messages": conversation.messages}, indent=2, ensure_ascii=False)
-    write_text(path, content + "\n")
-    saved.add(path.resolve())
-    print(f"{path}: {len(conversation.messages)} messages", file=sys.stderr)
+    def answer(self, line: str) -> None:
+        """Print the answer to a question as it comes."""
+        num_compactions = self.session.num_compactions
+        try:
+            result = self.session.ask(line, self.settings, on_text=print_piece)
+        except KeyboardInterrupt:
+            print(flush=True)
+            print("stopped: this question and its answer are not kept", file=sys.stderr)
+            return
+        print(flush=True)
+        self.messages.append({"role": "user", "content": line})
+        self.messages.append({"role": "assistant", "content": result.text})
+        if result.finish_reason == "length":
+            print(limit_note(len(result.ids)), file=sys.stderr)
+        if self.session.num_compactions > num_compactions:
+            print("the older turns were compressed", file=sys.stderr)
+
+    def run(self, line: str) -> None:
+        """Obey a line that begins with a slash."""
+        command, _, argument = line.strip().partition(" ")
+        if command == "/reset" and not argument:
+            self.messages.clear()
+            self.session = copy.copy(self.empty)
+        elif command == "/save" and argument:
+            self._save(Path(argument.strip()).expanduser())
+        else:
+            raise InputError(f"{line.strip()[:40]} is not a command: {_HELP}")
+
+    def _save(self, path: Path) -> None:
+        """Write the conversation to a new file, or to one of its earlier files."""
+        from kvcat.files import write_text
+
+        if path.exists() and path.resolve() not in self.saved:
+            raise InputError(f"{path} exists: name a new file")
+        content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
+        write_text(path, content + "\n")
+        self.saved.add(path.resolve())
+        print(f"{path}: {len(self.messages)} messages", file=sys.stderr)

@@ -328,14 +328,8 @@ def question_ids(
     if not text:
         raise InputError("the prompt is empty: nothing follows the document")
     record = CacheRecord() if cache is None else cache.record
-    if record.chat and not tokenizer.chat_template:
-        raise InputError(
-            f"the cache was made in a chat template, which tokenizer {tokenizer.name_or_path!r} "
-            f"does not have: the cache belongs to another model, {record.model!r}"
-        )
     if chat or record.chat:
-        template = ChatTemplate(tokenizer)
-        template.check(record.chat_template)
+        template = template_of(tokenizer, record)
         question = Piece(template.question(text))
         _, between, tail = template.parts
         pieces = [Piece(between, is_markup=True), question, Piece(tail, is_markup=True)]
@@ -345,3 +339,19 @@ def question_ids(
     if not ids:
         raise InputError(f"the prompt {text[:20]!r} holds no token")
     return torch.tensor([ids])
+
+
+def template_of(tokenizer: PreTrainedTokenizerBase, record: CacheRecord) -> ChatTemplate:
+    """The chat template of a document.
+
+    Raises:
+        InputError: no chat template, or another one than the cache was made with.
+    """
+    if record.chat and not tokenizer.chat_template:
+        raise InputError(
+            f"the cache was made in a chat template, which tokenizer {tokenizer.name_or_path!r} "
+            f"does not have: the cache belongs to another model, {record.model!r}"
+        )
+    template = ChatTemplate(tokenizer)
+    template.check(record.chat_template)
+    return template

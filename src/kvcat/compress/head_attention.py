@@ -187,8 +187,8 @@ class DenseAttention(NamedTuple):
         weights: what each query's error is multiplied by; at least a millionth of its factor.
         importance: for each slot, its attention weights times the queries' weights, squared and
             summed over all queries, also over those that are not fitted to.
-        peaks: for each slot, the square of the largest share of a supervising query's attention,
-            whatever the query's factor; 0 without any.
+        peaks: for each slot, the square of the largest share of a supervising or kept query's
+            attention, whatever the query's factor; 0 without any.
         order: the slots in the order in which they are kept.
         rows, boosts: of ``HeadBatch.with_queries``, which makes the batch of these queries from
             that of all.
@@ -297,8 +297,11 @@ class DenseAttention(NamedTuple):
             outputs.mul_(weight_per_sum.unsqueeze(-1))
         squares = weight_per_sum.square_().unsqueeze(1) @ exponentials.square_()
         self.importance.add_(squares.squeeze(1))
-        if rows.start < batch.num_supervising:
-            squares = exponentials[:, : batch.num_supervising - rows.start]
+        # those kept of earlier repetitions follow those of the last one
+        num_kept = 0 if batch.past is None else batch.past.log_mass.shape[1]
+        num_sharp = batch.num_supervising + num_kept
+        if rows.start < num_sharp:
+            squares = exponentials[:, : num_sharp - rows.start]
             # a query that represents others attends to a slot no more than one that does not
             share_per_sum = (share_of_prefix / sums)[:, : squares.shape[1]]
             squares.mul_(share_per_sum.square_().unsqueeze(-1))

@@ -1,8 +1,8 @@
 """A sample of the queries of what is compressed, and what they attended to, for later fits.
 
-Kept queries sit at a fixed position after the text, whereas the others are moved to its end. Their
-attention to a text is then the same in every compression, so that their recorded attention to the
-exact text stays the target of later fits.
+What they attended to while the text was exact is recorded, and stays the target of later fits. Like
+the other queries they are moved to the end of the text, so that they stay as far from it as the
+queries that will come; what is recorded changes with them.
 """
 
 import math
@@ -18,22 +18,13 @@ from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
-from kvcat.models.rotation import KeyRotation
 from kvcat.models.rounded import Rounded
 from kvcat.types import at_least_float32
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
-PLACES = 512
-"""Kept queries are moved to the next multiple of this many tokens.
-
-A smaller number moves them more often, each time with an error; with a larger one they are further
-from the text than the queries that will come.
-"""
 
 
-def keep_queries(
-    trace: Trace, count: int, repeated: Sequence[QuerySet] = (), places: int = PLACES
-) -> QuerySet | None:
+def keep_queries(trace: Trace, count: int, repeated: Sequence[QuerySet] = ()) -> QuerySet | None:
     """A sample of the queries of a trace's prefix, for later fits; None if they cannot be moved.
 
     Of all tokens of the prefix, whenever they were compressed, equally many are kept: those whose
@@ -41,22 +32,21 @@ def keep_queries(
 
     Args:
         trace: of a prefix, before its compression, with all its queries after the compact cache;
-            those kept before are placed (``placed_ahead``).
+            those kept before are at its end (``placed_after``).
         repeated: queries of its tokens after the compact cache, repeated right after the prefix
             (``repeated_tokens``), which are kept in place of the tokens' own; (): their own.
         count: largest number of tokens whose queries are kept, at least 0.
-        places: tokens between the places of kept queries.
 
     Raises:
-        ValueError: kept queries of an earlier place.
+        ValueError: queries kept before that are not at the end of the prefix.
     """
     moved = _of_repeated_tokens(repeated, trace.prefix_len) if repeated else own_queries(trace)
     if moved is None:
         return None
-    place = _place(trace.prefix_len, places)
+    place = trace.prefix_len
     past = None if trace.past is None else trace.past.queries
     if past is not None and past.place != place:
-        raise ValueError(f"queries kept at position {past.place}, not at {place}: place them first")
+        raise ValueError(f"queries kept at position {past.place}, not at {place}: move them first")
     num_past = 0 if past is None else len(past)
     positions = moved.positions if past is None else torch.cat([past.positions, moved.positions])
     order = (positions.double() * _GOLDEN).frac().argsort(stable=True)[:count]
@@ -68,18 +58,17 @@ def keep_queries(
     return both.selected(both.positions.argsort())
 
 
-def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
-    """The trace with its kept queries at the next place, once the prefix has reached theirs.
+def placed_after(trace: Trace) -> Trace:
+    """The trace with its kept queries at the end of the prefix.
 
     Their recorded attention changes as their attention to the compact slots does.
 
     Args:
         trace: with the ranges that are protected.
-        places: as in ``keep_queries``.
     """
     past = None if trace.past is None else trace.past.queries
-    place = _place(trace.prefix_len, places)
-    if trace.past is None or past is None or past.place >= place:
+    place = trace.prefix_len
+    if trace.past is None or past is None or past.place == place:
         return trace
     prefix = Prefix.of(trace)
     log_masses = []
@@ -98,11 +87,6 @@ def placed_ahead(trace: Trace, places: int = PLACES) -> Trace:
         all_outputs.append(Rounded.of(outputs))
     moved = replace(past, place=place, log_mass=log_masses, outputs=all_outputs)
     return replace(trace, past=replace(trace.past, queries=moved))
-
-
-def _place(num_tokens: int, places: int) -> int:
-    """The position to which kept queries are moved after so many tokens."""
-    return -(-num_tokens // places) * places
 
 
 def _of_repeated_tokens(repeated: Sequence[QuerySet], start: int) -> QuerySet:
@@ -171,7 +155,7 @@ def _attended(prefix: Prefix, layer: int, queries: QuerySet, place: int, slots: 
     """
     unprotected = prefix.layers[layer]
     of_layer = prefix.trace.layers[layer]
-    rotation = KeyRotation(prefix.trace.model, PLACES)
+    rotation: Any = prefix.trace.rotation  # queries that cannot be moved are not kept
     states: Any = queries.states[layer]
     starts: Any = queries.starts
     moved = rotation(states.numbers(), of_layer.number, place - starts)

@@ -127,6 +127,8 @@ def repeated_tokens(
     start = trace.prefix_len + len(instruction)
     sequence = Reconstruction(torch.cat([prefix, middle, copied], dim=1), trace.prefix_len, start)
     positions = positions_of(trace.model.config)
+    if trace.document is not None:
+        positions -= trace.document.num_tokens
     if num_positions_in_parts(sequence, positions) > positions:
         return []
     sets = list(_repeated(trace, sequence, num_parts(sequence, positions)))
@@ -154,7 +156,9 @@ def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[Qu
     copied = sequence.input_ids[:, sequence.supervision_start :]
     num_copied = copied.shape[1]
     edges = [number * num_copied // count for number in range(count + 1)]
-    text_cache = trace.dense_cache().to_transformers(trace.model, read_only=True, any_length=True)
+    text_cache = trace.after_document(trace.dense_cache()).to_transformers(
+        trace.model, read_only=True, any_length=True
+    )
     ranges = list(pairwise(edges))
     for start, stop in tqdm(ranges, "repeating", delay=2.0, disable=None, leave=False):
         yield _repeated_part(trace, text_cache, sequence, start, stop, rounded=count > 1)

@@ -7,18 +7,27 @@ attends to the prefix as the prefix does.
 
 What a query gives to the fitted slots matters as much as it reaches them: its error is weighted by
 their share of its attention. This file puts together the mass elsewhere (``QuerySet``): that of the
-query's own text, of sinks, and of protected slots.
+query's own text, of sinks, of protected slots, and of a document before the prefix.
 """
 
 from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
+from torch import nn
 
+from kvcat.attention.mass import log_mass
+from kvcat.cache import CompactCache
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.trace import Trace
 from kvcat.types import Float, Tensor, at_least_float32
+
+
+def has_repetition(trace: Trace) -> bool:
+    """Whether the supervising queries are those of a repetition of the prefix."""
+    is_repeated = any(each.repeated is not None for each in trace.sources)
+    return is_repeated or trace.text.supervision == "reconstruction"
 
 
 def usual_own_weight(trace: Trace) -> float:
@@ -27,7 +36,7 @@ def usual_own_weight(trace: Trace) -> float:
     With a repetition of the document a larger weight is closer on later text, but loses right
     answers: what a model attends to when it copies is what answers need.
     """
-    return 1.0 if trace.text.supervision == "reconstruction" else 2.0
+    return 1.0 if has_repetition(trace) else 2.0
 
 
 @torch.no_grad()
@@ -35,7 +44,8 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     """The supervising queries, and those of the prefix moved to positions after it.
 
     With supervision "self", the fit uses only the queries of the prefix. They are moved after it,
-    or stay in place if they cannot be moved or own_weight is 0.
+    or stay in place if they cannot be moved or own_weight is 0. Queries kept of earlier repetitions
+    count like those of the last one.
 
     Args:
         prefix: what is compressed.
@@ -52,7 +62,9 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     if supervising:
         # errors are weighted before they are squared
         total = torch.cat([each.weights for each in supervising]).square().sum()
-        moved = _weighing(moved, own_weight * float(total))
+        kept = [each for each in moved if each.log_mass and has_repetition(trace)]
+        own = moved[len(kept) :]
+        moved = [*kept, *_weighing(own, own_weight * float(total))]
     sets = [*supervising, *moved]
     if by_share:
         sets = [_with_sinks(each, trace) for each in sets]
@@ -93,7 +105,7 @@ def moved_sets(trace: Trace) -> list[QuerySet]:
     if trace.sources:
         return [each for each in trace.sources if each.is_own]
     kept = None if trace.past is None else trace.past.queries
-    if trace.past is not None and kept is None:
+    if trace.past_len and kept is None:
         return []
     moved = own_queries(trace)
     if moved is None:
@@ -179,8 +191,8 @@ def _with_unfitted_keys(queries: QuerySet, prefix: Prefix, *, by_share: bool) ->
     """The queries, where the mass elsewhere includes that on keys which are not fitted.
 
     These are the keys of the text after the prefix, for queries of this text (the sets of a trace
-    in parts have their mass), and protected slots. Queries in place that see none of the slots that
-    are fitted are left out.
+    in parts have their mass), a document before the prefix, and protected slots. Queries in place
+    that see none of the slots that are fitted are left out.
     """
     trace = prefix.trace
     numbers, scales = trace.layer_numbers, trace.scales
@@ -188,6 +200,8 @@ def _with_unfitted_keys(queries: QuerySet, prefix: Prefix, *, by_share: bool) ->
         keys = [layer.suffix_keys for layer in trace.layers]
         last_seen = queries.positions - trace.prefix_len
         queries = queries.with_elsewhere(queries.log_masses(numbers, scales, keys, last_seen))
+    if trace.document is not None:
+        queries = queries.with_elsewhere(_masses_on(trace.document, queries, trace))
     if not prefix.protected:
         return queries
     last_seen = torch.full([len(queries)], prefix.num_protected - 1)
@@ -201,6 +215,24 @@ def _with_unfitted_keys(queries: QuerySet, prefix: Prefix, *, by_share: bool) ->
         last_seen = queries.positions - num_others
     keys = [layer.keys for layer in prefix.protected]
     return queries.with_elsewhere(queries.log_masses(numbers, scales, keys, last_seen))
+
+
+def _masses_on(
+    document: CompactCache, queries: QuerySet, trace: Trace
+) -> list[Float[Tensor, "batch heads queries"]]:
+    """Per layer, the log of each query's attention mass on the slots of a document."""
+    masses = []
+    for layer, (of_trace, slots) in enumerate(zip(trace.layers, document.layers, strict=True)):
+        padded = slots.padded()
+        states = at_least_float32(queries.of_layer(layer, of_trace.number))
+        keys = at_least_float32(padded.keys)
+        if padded.log_bias is not None:  # as one more channel of the keys: scale q.k + log-bias
+            bias = padded.log_bias.to(keys) / of_trace.scale
+            keys = torch.cat([keys, bias.unsqueeze(-1)], dim=-1)
+            states = nn.functional.pad(states, (0, 1), value=1.0)
+        last_seen = torch.full([len(queries)], keys.shape[2] - 1)
+        masses.append(log_mass(states, keys, of_trace.scale, last_seen))
+    return masses
 
 
 def _no_mass(

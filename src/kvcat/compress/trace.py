@@ -112,19 +112,22 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class Past:
-    """The compact cache from which a forward pass continued.
+    """What a forward pass continued from: a compact cache of its first tokens, or a document.
 
     Args:
-        num_tokens: that the cache represents.
+        num_tokens: that the compact cache represents; 0: there is none.
         protected: ranges of its protected tokens, whose slots are its first ones.
         queries: kept of its tokens, with their attention to them as it was when each was exact, so
             that a compression does not change what the next one is fitted to; None: none were kept,
             and queries of the prefix are not fitted to.
+        document: compact cache of a text before the first token, which is no part of the prefix.
+            Every query sees its slots, and no compression changes them.
     """
 
     num_tokens: int
     protected: tuple[Range, ...] = ()
     queries: QuerySet | None = None
+    document: CompactCache | None = None
 
 
 @dataclass(frozen=True)
@@ -142,7 +145,8 @@ class Trace:
         prefix_positions: positions of the prefix whose queries are kept: at most 4096 evenly spaced
             ones and the last 32, or all with "self". Positions in a compact cache have no queries.
         hidden: input of the output head, from the last position of the prefix on.
-        past: the compact cache of the first tokens; None: the pass is dense.
+        past: the compact cache of the first tokens, or of a document before them; None: the pass is
+            dense.
         states: of the layers that are not compressed, after the prefix, by number of the layer
             (``CompactCache``).
         sources: queries of the parts of a long prefix, repeated after it, and the prefix's own
@@ -193,6 +197,15 @@ class Trace:
     def past_len(self) -> int:
         """The number of tokens that the compact cache represents; 0: there is no such cache."""
         return 0 if self.past is None else self.past.num_tokens
+
+    @property
+    def document(self) -> CompactCache | None:
+        """The compact cache of a text before the first token; None: there is none."""
+        return None if self.past is None else self.past.document
+
+    def after_document(self, cache: CompactCache) -> CompactCache:
+        """A cache of the prefix as the model reads it: after the document, if there is one."""
+        return cache if self.document is None else self.document.followed_by(cache)
 
     @property
     def keys(self) -> list[Float[Tensor, "batch _ _ _"]]:

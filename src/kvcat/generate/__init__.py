@@ -7,8 +7,9 @@ from kvcat.generate.answers import (
     stop_tokens as stop_tokens,
 )
 from kvcat.generate.batches import (
-    BATCH_ROWS as BATCH_ROWS, BatchQuestion as BatchQuestion, answer as answer,
-    answer_batch as answer_batch, answer_length as answer_length, batch_size as batch_size,
+    BATCH_ROWS as BATCH_ROWS, AnswerRow as AnswerRow, BatchQuestion as BatchQuestion,
+    answer as answer, answer_batch as answer_batch, answer_length as answer_length,
+    batch_size as batch_size,
 )
 from kvcat.generate.loop import Row as Row, generate as generate
 from kvcat.generate.settings import (

@@ -95,7 +95,7 @@ def answer_batch(
         ids[row, start:] = torch.tensor(question.ids, device=device)
         mask[row, start:] = 1
     rows = [
-        _AnswerRow(
+        AnswerRow(
             model,
             AnswerStream(tokenizer, question.sampling.stop, question.on_text),
             question.sampling,
@@ -127,7 +127,7 @@ def answer(
     """
     answers: list[Answer] = []
     stream = AnswerStream(tokenizer, sampling.stop, on_text)
-    row = _AnswerRow(model, stream, sampling, lambda: False, answers.append)
+    row = AnswerRow(model, stream, sampling, lambda: False, answers.append)
     generate(model, inputs, [row])
     return answers[0]
 
@@ -168,8 +168,16 @@ def answer_length(
     return min(max_new_tokens, num_positions - num_read)
 
 
-class _AnswerRow(Row):
-    """The answer to one question while it grows; its draws depend on its seed alone."""
+class AnswerRow(Row):
+    """The answer to one question while it grows; its draws depend on its seed alone.
+
+    Args:
+        model: of the answer.
+        stream: takes its tokens.
+        sampling: how to decode; ``max_new_tokens`` must fit the model (``answer_length``).
+        is_cancelled: ends the answer when it becomes true.
+        on_answer: called once, when the answer is complete.
+    """
 
     def __init__(
         self,

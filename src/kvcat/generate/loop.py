@@ -23,7 +23,7 @@ class Row:
 
     Args:
         ends: ids of the tokens that end the row.
-        max_new_tokens: most tokens of the row.
+        max_new_tokens: most tokens of the row, in all calls of ``generate`` together.
     """
 
     def __init__(self, ends: Collection[int], max_new_tokens: int) -> None:
@@ -43,7 +43,12 @@ class Row:
 
 
 def generate(
-    model: PreTrainedModel, inputs: Mapping[str, Any], rows: Sequence[Row], **settings: Any
+    model: PreTrainedModel,
+    inputs: Mapping[str, Any],
+    rows: Sequence[Row],
+    *,
+    num_tokens: int | None = None,
+    **settings: Any,
 ) -> None:
     """Let every row take its tokens until all rows are done.
 
@@ -52,9 +57,12 @@ def generate(
     Args:
         inputs: keyword arguments of ``model.generate``, as from ``CompactCache.inputs``.
         rows: one for each row of the inputs.
+        num_tokens: most tokens that they take now; they go on in a later call. None: no limit.
         settings: fields of ``GenerationConfig``; without them tokens are the most likely ones.
     """
-    most = max(row.max_new_tokens for row in rows)
+    most = max(row.max_new_tokens - len(row.ids) for row in rows)
+    if num_tokens is not None:
+        most = min(most, num_tokens)
     run: Any = model.generate
     # for each token, generate calls the processor, then the streamer, then the stopping criteria: a
     # row takes its token before it is asked whether it is done

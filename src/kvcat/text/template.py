@@ -107,11 +107,17 @@ class ChatTemplate:
         return self.at_one_time(written)
 
     def conversation(self, turns: Sequence[Mapping[str, Any]], encoder: TextEncoder) -> list[int]:
-        """Token ids of the text after the document in a conversation that begins with the question.
+        """Token ids of ``after_document``."""
+        return encoder.joined(pieces(self.after_document(turns, encoder)), behind=True)
+
+    def after_document(
+        self, turns: Sequence[Mapping[str, Any]], encoder: TextEncoder, *, is_answered: bool = True
+    ) -> str:
+        """The text after the document in a conversation that begins with the question.
 
         Args:
             turns: with "role" and "content", a text; the first is the user's question.
-            encoder: of the same tokenizer.
+            encoder, is_answered: as in ``rendered``, which says what the text is.
 
         Raises:
             InputError: as ``rendered``; or the template writes something else before the document
@@ -119,7 +125,9 @@ class ChatTemplate:
         """
 
         def after_document() -> str:
-            written = self.rendered(turns, encoder, before=_DOCUMENT + SEPARATOR)
+            written = self.rendered(
+                turns, encoder, before=_DOCUMENT + SEPARATOR, is_answered=is_answered
+            )
             start = self.parts.head + _DOCUMENT
             if not written.startswith(start) or written.count(_DOCUMENT) > 1:
                 raise InputError(
@@ -134,7 +142,7 @@ class ChatTemplate:
         first = str(turns[0]["content"]).strip()
         if not (without_cuts(written).startswith(between) and question.startswith(first)):
             raise InputError("the chat template changes the first message")
-        return encoder.joined(pieces(written), behind=True)
+        return written
 
     def rendered(
         self,

@@ -21,7 +21,7 @@ from kvcat.compress.drawn import DrawnHeads
 from kvcat.compress.fitting import RIDGE, fit_segments
 from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
-from kvcat.compress.queries import fitted_queries, usual_own_weight
+from kvcat.compress.queries import fitted_queries, has_repetition, usual_own_weight
 from kvcat.compress.segments import Segments, split_prefix
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_in, check_one_of, did_you_mean
@@ -163,17 +163,17 @@ class AttentionMatching(_Options):
 
         # segments share their slots by errors, also where all heads of a segment get equally many
         by_errors = self.budgets == "adaptive" or len(prefixes) > 1
-        is_repeated = prefix.trace.text.supervision == "reconstruction"
         # where few queries are drawn, most tokens have no peak
         fits_all = self.num_iters is None and self.num_queries is None
-        keeps_peaks = is_repeated and fits_all and self.budgets == "adaptive"
+        keeps_peaks = has_repetition(prefix.trace) and fits_all and self.budgets == "adaptive"
+        num_tokens = prefix.trace.prefix_len - prefix.num_protected
         longest = max(segment.max_slots for segment in prefixes)
         choices = [slot_sizes(size / len(prefixes), longest) if by_errors else [] for size in sizes]
         attentions, curves = measure_segments(segments, set().union(*choices))
         for size, choice in zip(sizes, choices, strict=True):
             fitted = attentions
             if choice:
-                peaks = num_peaks(size, prefix.max_slots) if keeps_peaks else 0
+                peaks = num_peaks(size, num_tokens) if keeps_peaks else 0
                 by_head = self.budgets == "equal"
                 slots = share_out_segments(curves, size - peaks, choice, by_head=by_head)
                 if peaks:

@@ -377,7 +377,9 @@ class SlotTraining:
         record = CacheRecord(rope=trace.text.rope, room=trace.text.room)
         cache = CompactCache(layers, trace.prefix_len, trace.fingerprint, record, trace.states)
         with _recomputing(trace.model, self._method.activation_checkpointing):
-            past = cache.to_transformers(trace.model, read_only=True, any_length=True)
+            past = trace.after_document(cache).to_transformers(
+                trace.model, read_only=True, any_length=True
+            )
             options = {"use_cache": True, **cache_argument(past)}
             return hidden_states(trace.model, input_ids=trace.suffix_ids, **options)
 

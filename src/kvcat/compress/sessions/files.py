@@ -28,13 +28,14 @@ from kvcat.models.rounded import Rounded
 from kvcat.options import typed_fields
 from kvcat.types import Tensor, at_least_float32
 
-_COMPACT = "compact."
+_CACHES = ("document", "compact")
 _EXACT = ("keys", "values", "queries")
 _MASSES = ("log_elsewhere", "log_mass")
 _ROWS = ("states", "outputs")
 _CONTENT = {
     "num_compactions": int,
     "scales": tuple[float, ...],
+    "document": dict[str, str],
     "compact": dict[str, str],
     "place": int | None,
 }
@@ -53,6 +54,7 @@ _CONVERSATION = {
     "answer": str | None,
     "end": str,
     "template": str,
+    "num_tokens": int,
 }
 
 
@@ -112,20 +114,13 @@ def write_session(path: Path, saved: SavedSession) -> None:
     """
     state = saved.state
     tensors: dict[str, Tensor] = {"ids": state.ids}
-    compact: dict[str, str] = {}
-    if state.compact is not None:
-        compact = {
-            "num_layers": str(len(state.compact.layers)),
-            "num_tokens": str(state.compact.num_tokens),
-            "fingerprint": state.compact.fingerprint,
-            "record": state.compact.record.to_json(),
-        }
-        first = state.compact.layers[0]
-        if isinstance(first, QuantizedLayer):
-            compact |= quantized_entries(first)
-        for number, layer in enumerate(state.compact.layers):
+    caches: dict[str, dict[str, str]] = {}
+    for kind in _CACHES:
+        cache: CompactCache | None = getattr(state, kind)
+        caches[kind] = {} if cache is None else _entries(cache)
+        for number, layer in enumerate([] if cache is None else cache.layers):
             for name, tensor in layer.tensors().items():
-                tensors[f"{_COMPACT}layers.{number}.{name}"] = tensor
+                tensors[f"{kind}.layers.{number}.{name}"] = tensor
     for name in _EXACT:
         for number, tensor in enumerate(getattr(state, name)):
             tensors[f"{name}.{number}"] = tensor
@@ -140,13 +135,25 @@ def write_session(path: Path, saved: SavedSession) -> None:
         "conversation": saved.conversation,
         "num_compactions": saved.num_compactions,
         "scales": list(state.scales),
-        "compact": compact,
+        **caches,
         "place": None if kept is None else kept.place,
     }
     entries = {"fingerprint": saved.fingerprint, "content": json.dumps(content, sort_keys=True)}
     # a tensor may be a view of a larger one
     copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     write_tensors(path, copies, entries, SESSION)
+
+
+def _entries(cache: CompactCache) -> dict[str, str]:
+    """What a file says about a cache, besides its tensors."""
+    entries = {
+        "num_layers": str(len(cache.layers)),
+        "num_tokens": str(cache.num_tokens),
+        "fingerprint": cache.fingerprint,
+        "record": cache.record.to_json(),
+    }
+    first = cache.layers[0]
+    return entries | quantized_entries(first) if isinstance(first, QuantizedLayer) else entries
 
 
 def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
@@ -189,16 +196,18 @@ def _check_state(state: SessionState, model: PreTrainedModel) -> None:
     vocab_size = embeddings.num_embeddings
     if ids.dtype != torch.long or ids.dim() != 1:
         raise ValueError(f"its token ids are {_described(ids)}")
+    if bool(((ids < 0) | (ids >= vocab_size)).any()):
+        raise ValueError(f"its token ids are not in 0..{vocab_size - 1}")
+    # what a session of one token holds shows what every session of the model holds
+    example, _ = SessionState.empty(model).run(model, ids.new_zeros(1))
+    if state.document is not None:
+        _check_compact(state.document, example)
     if not ids.numel():
         if state.compact is not None or state.keys:
             raise ValueError("it has a cache and no tokens")
         return
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
-        raise ValueError(f"its token ids are not in 0..{vocab_size - 1}")
     if state.num_exact < 1:
         raise ValueError(f"it has {state.num_tokens} tokens, {state.past_len} in the compact cache")
-    # what a session of one token holds shows what every session of the model holds
-    example, _ = SessionState.empty(model).run(model, ids[:1])
     if list(state.scales) != list(example.scales):
         raise ValueError("its scales are not the model's")
     for name in _EXACT:
@@ -236,7 +245,7 @@ def _check_like(
 
 
 def _check_compact(compact: CompactCache, example: SessionState) -> None:
-    """Raise a ``ValueError`` for a compact cache that does not fit the exact tokens."""
+    """Raise a ``ValueError`` for a compact cache that does not fit the model's tokens."""
     if len(compact.layers) != len(example.keys):
         raise ValueError(f"its compact cache has {len(compact.layers)} layers")
     for name in ("keys", "values"):
@@ -244,7 +253,7 @@ def _check_compact(compact: CompactCache, example: SessionState) -> None:
         for number, (tensor, like) in enumerate(zip(padded, getattr(example, name), strict=True)):
             shape = list(tensor.shape)
             shape[2] = 1
-            if shape != list(like.shape) or tensor.dtype != like.dtype:
+            if shape != list(like.shape) or not tensor.is_floating_point():
                 raise ValueError(f"compact {name} of layer {number} are {_described(tensor)}")
     last = 0
     for start, stop in compact.record.protected:
@@ -293,20 +302,24 @@ def _state(
     content: dict[str, Any], tensors: dict[str, Tensor], device: torch.device, name: str
 ) -> SessionState:
     """The tokens, the cache and the queries of a file."""
-    compact = None
-    entries = content["compact"]
-    if entries:
+    caches: dict[str, Any] = {}
+    for kind in _CACHES:
+        entries = content[kind]
+        start = f"{kind}."
         of_cache = {
-            key.removeprefix(_COMPACT): tensor
+            key.removeprefix(start): tensor
             for key, tensor in tensors.items()
-            if key.startswith(_COMPACT)
+            if key.startswith(start)
         }
-        layers, _ = checked_layers(entries, of_cache, name)
-        record = CacheRecord.from_json(entries["record"], name)
-        num_tokens = int(entries["num_tokens"])
-        compact = CompactCache(layers, num_tokens, entries["fingerprint"], record).to(device)
+        caches[kind] = None
+        if entries:
+            layers, _ = checked_layers(entries, of_cache, name)
+            record = CacheRecord.from_json(entries["record"], name)
+            num_tokens = int(entries["num_tokens"])
+            cache = CompactCache(layers, num_tokens, entries["fingerprint"], record)
+            caches[kind] = cache.to(device)
     num_layers = len(content["scales"])
-    exact = {
+    exact: dict[str, Any] = {
         each: [tensors[f"{each}.{number}"].to(device) for number in range(num_layers)]
         for each in _EXACT
     }
@@ -317,7 +330,7 @@ def _state(
     stream = list(tensors["stream"].to(device)) if num_layers else []
     return SessionState(
         ids=tensors["ids"].to(device),
-        compact=compact,
+        **caches,
         **exact,
         hidden=hidden,
         stream=stream,

@@ -7,6 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from kvcat.cache import PrefixCache, cache_argument
+from kvcat.compress.sessions.read_tokens import ReadTokens
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError
 from kvcat.generate import SAMPLING, Row
@@ -39,16 +40,16 @@ class SessionRow(Row):
 
     def __init__(self, ends: Collection[int], max_new_tokens: int, streamer: Any) -> None:
         super().__init__(ends, max_new_tokens)
-        self._streamer = streamer
+        self.streamer = streamer
 
     def take(self, token: int) -> None:
         """Take the next token, and pass it on."""
         super().take(token)
-        if self._streamer is not None:
-            self._streamer.put(torch.tensor([token]))
+        if self.streamer is not None:
+            self.streamer.put(torch.tensor([token]))
 
 
-def inputs_after(model: PreTrainedModel, state: SessionState) -> dict[str, Any]:
+def inputs_after(model: PreTrainedModel, state: SessionState | ReadTokens) -> dict[str, Any]:
     """Arguments of ``model.generate`` after the tokens of a state, which the call does not change.
 
     Args:
@@ -56,10 +57,9 @@ def inputs_after(model: PreTrainedModel, state: SessionState) -> dict[str, Any]:
         state: with at least one token.
     """
     last = state.ids[-1:].unsqueeze(0)
-    past: Any = state.past(model)
-    # generate runs the last token again
-    past.crop(-1)
+    past: Any = state.past_before_last(model)  # generate runs the last token again
     if isinstance(past, PrefixCache):
         past.tokens = None
-    mask = torch.ones(1, state.num_tokens, dtype=torch.long, device=last.device)
+    num_tokens = int(past.get_seq_length()) + 1
+    mask = torch.ones(1, num_tokens, dtype=torch.long, device=last.device)
     return {"input_ids": last, "attention_mask": mask, **cache_argument(past)}

@@ -6,15 +6,16 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import (
+    CompactCache,
     check_token_ids,
-    fingerprint,
     layer_windows,
     recurrent_layers,
     rope_border,
 )
 from kvcat.compress.base import Compressor
+from kvcat.compress.documents import template_of
 from kvcat.compress.registry import make_compressor
-from kvcat.errors import InputError
+from kvcat.errors import InputError, check_kind
 from kvcat.options import parse_spec
 from kvcat.text.encoder import TextEncoder, check_text, opening_ids
 from kvcat.types import Int, Tensor
@@ -86,17 +87,33 @@ def checked_method(method: str | Compressor) -> Compressor:
     return compressor
 
 
-def checked_model(model: PreTrainedModel) -> str:
-    """The fingerprint of a model that has sessions.
-
-    Raises:
-        InputError: layers or rotary factors that sessions do not support.
-    """
+def compaction_obstacle(model: PreTrainedModel) -> str:
+    """Why a session with this model cannot compress what it holds; empty: it can."""
     kind = model.config.model_type
     if rope_border(model.config) is not None:
-        raise InputError(f"{kind}: rotary factors that depend on the length have no sessions")
+        return f"{kind}: rotary factors that depend on the length are not compressed in sessions"
     if any(window is not None for window in layer_windows(model.config)):
-        raise InputError(f"{kind}: layers with sliding windows have no sessions")
+        return f"{kind}: layers with sliding windows are not compressed in sessions"
     if recurrent_layers(model.config):
-        raise InputError(f"{kind}: layers with a recurrent state have no sessions")
-    return fingerprint(model)
+        return f"{kind}: layers with a recurrent state are not compressed in sessions"
+    return ""
+
+
+def checked_document(
+    document: CompactCache, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
+) -> CompactCache:
+    """The document of a session, unquantised, on the model's device.
+
+    Raises:
+        InputError: no cache, one of another model or of several examples, or one in another chat
+            template than the tokenizer's.
+    """
+    check_kind(CompactCache, "a CompactCache", document=document)
+    document.check_model(model, "the document")
+    if document.batch_size != 1:
+        raise InputError(
+            f"the document's cache holds {document.batch_size} examples: select one of them"
+        )
+    if document.record.chat:
+        template_of(tokenizer, document.record)
+    return document.unpacked().to(model.device)

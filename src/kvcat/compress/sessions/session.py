@@ -1,8 +1,10 @@
 """Sessions: conversations that compress what lies behind them, again and again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor
-from kvcat.compress.kept_queries import keep_queries, placed_ahead
+from kvcat.compress.compose import append
+from kvcat.compress.kept_queries import keep_queries, placed_after
 from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.prefix import clipped, joined_ranges, protecting
 from kvcat.compress.query_set import QuerySet
@@ -21,19 +24,34 @@ from kvcat.compress.sessions.files import SavedSession, read_session, session_lo
 from kvcat.compress.sessions.generation import SessionRow, check_settings, inputs_after
 from kvcat.compress.sessions.inputs import (
     Tokens,
+    checked_document,
     checked_method,
-    checked_model,
+    compaction_obstacle,
     token_ids,
 )
+from kvcat.compress.sessions.read_tokens import ReadTokens
 from kvcat.compress.sessions.repetition import fitted_also_to, instruction_ids
 from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_least, one_line
-from kvcat.generate import end_tokens, generate
+from kvcat.generate import (
+    Answer,
+    AnswerRow,
+    AnswerStream,
+    Row,
+    Sampling,
+    TakeText,
+    answer_length,
+    end_tokens,
+    generate,
+)
 from kvcat.models import logits_from_hidden, positions_of
 from kvcat.text.encoder import TextEncoder
 from kvcat.text.turns import Turns
 from kvcat.types import Float, Int, Tensor
+
+_BUDGET = 4096  # slots after a document; so many tokens are fitted at once without segments
+_Kept = Callable[[list[int]], list[int]]
 
 
 class Session:
@@ -50,14 +68,22 @@ class Session:
     attention that the next fit reproduces for the other queries, so that they count as the tokens
     that they represent. Until the first compaction the logits are those of the dense model.
 
+    All of it may follow a document, a compact cache that was made before. Its slots stay as they
+    are: to the fits, what a query gives to them is attention elsewhere.
+
     Sessions of one process are independent of each other; use a model from one thread at a time.
     The model stays as it is: a call after a change of its weights or settings is rejected, because
     what the session holds is of the model before.
 
     Args:
         model, tokenizer: of the conversation.
-        budget: most KV slots per layer and head, on average, that remain after a call. While a
-            piece of text is appended, there are as many more as it has tokens.
+        document: compact cache of the document that everything follows; None: there is none. With
+            it a model may have layers that sessions do not compress (sliding windows, recurrent
+            states, LongRoPE): then nothing is ever compressed.
+        budget: most KV slots per layer and head, on average, that remain after a call, besides
+            those of the document. While a piece of text is appended, there are as many more as it
+            has tokens. It may be left out with a document: 4096, or all positions of a model for
+            which nothing is compressed.
         budget_bytes: the same in bytes of keys, values and log-bias in the model's number type,
             instead of ``budget``. Kept queries come on top (``nbytes``).
         tail: number of last tokens that stay exact, at least 1.
@@ -68,12 +94,13 @@ class Session:
             third of ``budget - tail``.
         num_kept: tokens compressed before whose queries are kept, at least 0.
         piece: most tokens that are appended at once; a longer text is compacted piece by piece.
-        protect: ranges (first, end) of tokens whose slots stay exact for ever; they count in the
-            budget. ``append(..., protect=True)`` adds ranges.
+        protect: ranges (first, end) of tokens after the document whose slots stay exact for ever;
+            they count in the budget. ``append(..., protect=True)`` adds ranges.
 
     Raises:
         InputError: a number out of its range; a budget that is too small for tail, room and
-            protected tokens; a method or a model that cannot compress again.
+            protected tokens; a method or, without a document, a model that cannot compress again;
+            a document of another model, of several examples or in another chat template.
     """
 
     def __init__(
@@ -81,6 +108,7 @@ class Session:
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
         *,
+        document: CompactCache | None = None,
         budget: int | None = None,
         budget_bytes: int | None = None,
         tail: int = 64,
@@ -93,9 +121,22 @@ class Session:
         check_least(1, tail=tail, piece=piece)
         check_least(0, num_kept=num_kept)
         self._compressor = checked_method(method)
-        self._fingerprint = checked_model(model)
+        self._obstacle = compaction_obstacle(model)
+        if self._obstacle and (document is None or budget_bytes is not None):
+            raise InputError(self._obstacle)
+        positions = positions_of(model.config)
+        turns = Turns(TextEncoder(tokenizer))
+        if document is not None:
+            document = checked_document(document, model, tokenizer)
+            kind = "chat" if document.record.chat else "plain"
+            turns = replace(turns, document=kind, template=document.record.chat_template)
+            if budget is None and budget_bytes is None:
+                budget = max(_BUDGET, positions) if self._obstacle else _BUDGET
+        self._fingerprint = fingerprint(model)
         self.model = model
         self.tokenizer = tokenizer
+        self.document = document
+        """The cache that everything follows; None: there is none."""
         self.budget = budget_in_slots(model, budget, budget_bytes)
         self.tail = int(tail)
         self.room = max(1, (self.budget - self.tail) // 3) if room is None else room
@@ -104,12 +145,12 @@ class Session:
         self.num_kept = int(num_kept)
         self.piece = int(piece)
         self.method = method
-        self.protect = joined_ranges(protect, positions_of(model.config))
+        self.protect = joined_ranges(protect, positions)
         self.num_compactions = 0
         """How often the session has compressed what it holds."""
-        self._encoder = TextEncoder(tokenizer)
-        self._state = SessionState.empty(model)
-        self._turns = Turns(self._encoder)
+        self._encoder = turns.encoder
+        self._state = self._empty_state()
+        self._turns = turns
         self._lock = ExitStack()
         self._locked_path: Path | None = None
         if self.protect:
@@ -118,7 +159,7 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens appended so far."""
+        """The number of tokens appended so far, without those of the document."""
         return self._state.num_tokens
 
     @property
@@ -128,23 +169,33 @@ class Session:
 
     @property
     def held_slots(self) -> float:
-        """KV slots per layer and head, on average; at most ``budget``."""
+        """KV slots per layer and head after the document, on average; at most ``budget``."""
         return self._state.held_slots
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything that the session keeps: slots, and queries for later fits."""
+        """Bytes of everything that the session keeps: slots, those of the document included, and
+        queries for later fits.
+        """
         return self._state.nbytes
 
     @property
     def cache(self) -> CompactCache:
-        """All tokens so far as a compact cache, which later tokens do not change.
+        """Document and tokens so far as a compact cache, which later tokens do not change.
 
         Raises:
-            InputError: no token was appended.
+            InputError: no token was appended, and there is no document.
         """
+        state = self._state
+        if self.document is not None and not state.num_tokens:
+            return self.document
         self._check_tokens_exist()
-        return self._state.cache(self._fingerprint, self.protect)
+        if isinstance(state, ReadTokens):
+            whole = append(self.model, state.document, state.ids.unsqueeze(0))
+        else:
+            whole = state.cache(self._fingerprint, self.protect)
+        # a turn that the document opened has ended
+        return replace(whole, record=replace(whole.record, chat=None, chat_template=""))
 
     @property
     def next_logits(self) -> Float[Tensor, " vocab"]:
@@ -166,7 +217,7 @@ class Session:
         """Append a text or token ids, and compress what the budget does not hold.
 
         A text at the start begins as the tokenizer begins a text, with a BOS token for example;
-        later ones continue the text before.
+        later ones continue the text before, or the document.
 
         Args:
             tokens: at least one token.
@@ -243,39 +294,64 @@ class Session:
         """As ``generate``; the token ids of the answer."""
         check_least(1, max_new_tokens=max_new_tokens)
         check_settings(settings)
+        row = SessionRow(self._ends(settings), max_new_tokens, streamer)
         with self._restored_after_failure():
             if prompt is not None:
                 self.append(prompt)
-            return self._answer(max_new_tokens, streamer, settings)
+            return self._answer(row, settings, list)
 
-    def _answer(
-        self, max_new_tokens: int, streamer: Any, settings: Mapping[str, Any]
-    ) -> Int[Tensor, " new"]:
-        """The token ids of an answer, which is appended."""
+    def _answer(self, row: Row, settings: Mapping[str, Any], kept: _Kept) -> Int[Tensor, " new"]:
+        """The token ids of an answer, which is appended.
+
+        Args:
+            row: takes the tokens.
+            settings: of generation.
+            kept: the tokens of a complete answer that are appended.
+        """
         self._check_tokens_exist()
         self._check_model()
-        self._check_positions(1)
-        most = min(max_new_tokens, positions_of(self.model.config) - self.num_tokens)
+        row.max_new_tokens = self._answer_length(row.max_new_tokens)
+        streamer = row.streamer if isinstance(row, SessionRow) else None
         if streamer is not None:
             streamer.put(self._state.ids[-1:].cpu())
-        answer = self._state.ids[:0]
-        ends = self._ends(settings)
-        while len(answer) < most and (not len(answer) or int(answer[-1]) not in ends):
-            free = max(1, int(self.budget - self.held_slots))
-            row = SessionRow(ends, min(free, most - len(answer)), streamer)
-            generate(self.model, inputs_after(self.model, self._state), [row], **settings)
-            new = answer.new_tensor(row.ids)
-            self._append(new)
-            answer = torch.cat([answer, new])
+        start = self.num_tokens
+        while not row.is_done:
+            generate(
+                self.model,
+                inputs_after(self.model, self._state),
+                [row],
+                num_tokens=max(1, int(self.budget - self.held_slots)),
+                **settings,
+            )
+            num_appended = self.num_tokens - start
+            ids = kept(row.ids) if row.is_done else row.ids
+            # a stop text that began before a compaction stays: what is appended is not changed
+            if ids[:num_appended] != row.ids[:num_appended]:
+                ids = row.ids
+            new = ids[num_appended:]
+            if new:
+                self._append(self._state.ids.new_tensor(new))
         if streamer is not None:
             streamer.end()
-        return answer
+        return self._state.ids[start:]
+
+    def _answer_length(self, max_new_tokens: int) -> int:
+        """The largest number of tokens in an answer: so many, or the positions left."""
+        if self.document is not None:
+            ids = self._state.ids.unsqueeze(0)
+            return answer_length(self.model, self.document, ids, max_new_tokens)
+        self._check_positions(1)
+        return min(max_new_tokens, positions_of(self.model.config) - self.num_tokens)
 
     def turn(self, text: str, *, role: str = "user", protect: bool = False) -> None:
         """Append one turn in the tokenizer's chat template; no answer is generated.
 
         The template knows turns alone: what ``append`` and ``generate`` added is no part of the
-        conversation that it writes.
+        conversation that it writes. Of a document in the template, the first turn is the end of
+        the user's turn that the document opens. After a document without it, turns are lines.
+
+        A template may write earlier turns in another way than before, without their reasoning for
+        example. What changes is then read again, as long as it is exact.
 
         Args:
             text: of the turn.
@@ -283,7 +359,8 @@ class Session:
             protect: the turn stays exact for ever.
 
         Raises:
-            InputError: as ``append``; or a template that fails or changes earlier turns.
+            InputError: as ``append``; or a template that fails, or changes earlier turns that are
+                compressed or protected.
         """
         self._append_turn(role, text, protect=protect, is_answered=False)
 
@@ -301,13 +378,51 @@ class Session:
         """
         check_least(1, max_new_tokens=max_new_tokens)
         check_settings(settings)
+        row = SessionRow(self._ends(settings), max_new_tokens, streamer)
+        return self._ask(text, row, settings, list)
+
+    def ask(
+        self, text: str, sampling: Sampling | None = None, *, on_text: TakeText | None = None
+    ) -> Answer:
+        """As ``chat``, with the settings of ``kvcat generate``; what ``kvcat chat`` calls.
+
+        Args:
+            text: of the user's turn.
+            sampling: how to decode; None: ``Sampling()``. A stop text is no part of the answer.
+            on_text: called with each new piece of text; joined they are the answer's text.
+
+        Raises:
+            InputError: as ``turn``; or a stop text that no answer's text can hold.
+        """
+        answers: list[Answer] = []
+        sampling = sampling or Sampling()
+        stream = AnswerStream(self.tokenizer, sampling.stop, on_text)
+        row = AnswerRow(self.model, stream, sampling, lambda: False, answers.append)
+
+        def kept(ids: list[int]) -> list[int]:
+            (answer,) = answers
+            is_cut = answer.finish_reason == "stop" and ids[-1] not in end_tokens(self.model)
+            return self._encoder.behind(answer.text) if is_cut else ids
+
+        self._ask(text, row, {}, kept)
+        return answers[0]
+
+    def _ask(self, text: str, row: Row, settings: Mapping[str, Any], kept: _Kept) -> str:
+        """The answer to a user's turn; both are appended. Arguments as in ``_answer``."""
+        has_lines = self._turns.document == "plain"  # which have no control token at their end
+
+        def kept_of_turn(ids: list[int]) -> list[int]:
+            is_ended = has_lines and self._ends_answer(ids[-1], settings)
+            return ids[:-1] if is_ended else kept(ids)
+
         with self._restored_after_failure():
             self._append_turn("user", text, protect=False, is_answered=True)
-            ids = self._answer(max_new_tokens, streamer, settings)
-        is_ended = self._ends_answer(int(ids[-1]), settings)
-        answer = self._decoded(ids[:-1] if is_ended else ids)
-        end = self._decoded(ids[-1:]) if is_ended else ""
-        self._turns = self._turns.answered(answer, end)
+            ids = self._answer(row, settings, kept_of_turn)
+            is_ended = len(ids) > 0 and self._ends_answer(int(ids[-1]), settings)
+            answer = self._decoded(ids[:-1] if is_ended else ids)
+            end = self._decoded(ids[-1:]) if is_ended else ""
+            answered = self._turns.answered(answer, end)
+            self._turns = replace(answered, num_tokens=self.num_tokens)
         return answer
 
     def compact(self, num_slots: int | None = None) -> None:
@@ -338,6 +453,8 @@ class Session:
             InputError: the file is locked by another session, or cannot be written.
         """
         path = Path(path)
+        if isinstance(self._state, ReadTokens):
+            raise InputError(f"no session is saved of such a model ({self._obstacle})")
         self._hold_lock(path)
         saved = SavedSession(
             state=self._state,
@@ -383,10 +500,11 @@ class Session:
         settings["method"] = settings["method"] if method is None else method
         if settings["method"] is None:
             raise InputError(f"{path} does not name its method: give method=")
-        session = cls(model, tokenizer, **settings)
+        session = cls(model, tokenizer, document=saved.state.document, **settings)
         session._hold_lock(path)
         # again, behind the lock: another process may have written meanwhile
         saved = read_session(path, model)
+        session.document = saved.state.document
         session._state = saved.state
         session._turns = session._turns.restored(saved.conversation)
         session.num_compactions = saved.num_compactions
@@ -432,11 +550,23 @@ class Session:
                 state = self._compacted(state, self.budget - self.tail - self.room)
         self._state = state
 
-    def _compacted(self, state: SessionState, num_slots: int) -> SessionState:
+    def _empty_state(self) -> SessionState | ReadTokens:
+        """The state without tokens."""
+        if self._obstacle and self.document is not None:
+            no_tokens = torch.zeros(0, dtype=torch.long, device=self.model.device)
+            return ReadTokens(no_tokens, self.document)
+        return SessionState.empty(self.model, self.document)
+
+    def _compacted(self, state: SessionState | ReadTokens, num_slots: int) -> SessionState:
         """The state after a compaction to so many slots and the tail."""
+        if isinstance(state, ReadTokens):
+            raise InputError(
+                f"{state.num_tokens} tokens after the document need more than the budget of "
+                f"{self.budget} slots ({self._obstacle})"
+            )
         whole = state.trace(self.model, self._fingerprint, self.tail)
         protect = clipped(self.protect, 0, whole.prefix_len)
-        trace = placed_ahead(protecting(whole, protect))
+        trace = placed_after(protecting(whole, protect))
         repeated = self._repeated(trace)
         fitted = fitted_also_to(trace, repeated)
         try:
@@ -486,9 +616,34 @@ class Session:
         return text
 
     def _append_turn(self, role: str, text: str, *, protect: bool, is_answered: bool) -> None:
+        self._encoder.check_fits(text, positions_of(self.model.config))
         added = self._turns.added(role, text, is_answered=is_answered)
-        self.append(added.ids, protect=protect)
-        self._turns = added.turns
+        with self._restored_after_failure():
+            if added.rewritten is not None:
+                self._rewind(added.ids, added.rewritten, protect=protect)
+            self.append(added.ids[self.num_tokens if added.rewritten else 0 :], protect=protect)
+            self._turns = replace(added.turns, num_tokens=self.num_tokens)
+
+    def _rewind(self, ids: Sequence[int], reason: InputError, *, protect: bool) -> None:
+        """Drop the tokens from the first that differs from those of a conversation on.
+
+        Args:
+            ids: of the conversation, with at least one more token.
+            reason: raised if they cannot be dropped: they are compressed or protected, or not all
+                tokens are those of turns.
+            protect: a turn will be protected.
+        """
+        state = self._state
+        pairs = zip(state.ids.tolist(), ids[:-1], strict=False)  # one at least is read again
+        num_common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        is_mixed = self._turns.num_tokens != state.num_tokens
+        is_compressed = 0 < state.past_len >= num_common
+        if is_mixed or is_compressed or protect or self.protect:
+            raise reason
+        if isinstance(state, ReadTokens) or not num_common:
+            self._state = self._empty_state()
+        else:
+            self._state = state.cropped(num_common)
 
     def _encoded(self, tokens: Tokens) -> Int[Tensor, " new"]:
         is_first = not self.num_tokens
@@ -509,10 +664,11 @@ class Session:
 
     def _check_positions(self, num_new: int) -> None:
         positions = positions_of(self.model.config)
-        if self.num_tokens + num_new > positions:
+        num_held = self.num_tokens + (0 if self.document is None else self.document.num_tokens)
+        if num_held + num_new > positions:
             raise InputError(
-                f"{self.num_tokens} tokens and {num_new} new ones exceed the {positions} positions "
-                f"of {type(self.model).__name__}"
+                f"{num_held} tokens and {num_new} new ones exceed the {positions} positions of "
+                f"{type(self.model).__name__}"
             )
 
     def _hold_lock(self, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a session holds: a compact cache, the exact tokens after it, and queries to fit to."""
+"""What a session holds: a document, a compact cache, exact tokens, and queries to fit to."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -29,11 +29,13 @@ class SessionState:
     """The tokens of one conversation, as a model reads them. Nothing ever changes it.
 
     The tokens after the compact cache are exact: their keys, values, queries and hidden states are
-    those of the forward in which they were appended.
+    those of the forward in which they were appended. All of them may come after a document, whose
+    tokens are not among them.
 
     Args:
         ids: all tokens.
-        compact: cache of the first tokens; None before the first compaction.
+        document: compact cache of a text before them, unquantised; None: there is none.
+        compact: cache of the first tokens, without the document; None before the first compaction.
         keys, values: per layer, of the exact tokens after rotation.
         queries: per layer, likewise.
         hidden: input of the output head, of the exact tokens.
@@ -43,6 +45,7 @@ class SessionState:
     """
 
     ids: Int[Tensor, " tokens"]
+    document: CompactCache | None
     compact: CompactCache | None
     keys: Sequence[Float[Tensor, "batch _ exact _"]]
     values: Sequence[Float[Tensor, "batch _ exact _"]]
@@ -53,10 +56,10 @@ class SessionState:
     past_queries: QuerySet | None = None
 
     @classmethod
-    def empty(cls, model: PreTrainedModel) -> "SessionState":
+    def empty(cls, model: PreTrainedModel, document: CompactCache | None = None) -> "SessionState":
         """The state without tokens."""
         no_tokens = torch.zeros(0, dtype=torch.long, device=model.device)
-        return cls(no_tokens, None, [], [], [], None, [], [])
+        return cls(no_tokens, document, None, [], [], [], None, [], [])
 
     @property
     def num_tokens(self) -> int:
@@ -80,28 +83,43 @@ class SessionState:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything but the token ids: slots, exact tokens, kept queries."""
+        """Bytes of all but the token ids: document, slots, exact tokens, kept queries."""
         tensors = [*self.keys, *self.values, *self.queries]
         if self.hidden is not None:
             tensors.append(self.hidden)
         num_bytes = sum(tensor.nbytes for tensor in tensors)
-        if self.compact is not None:
-            num_bytes += self.compact.nbytes
+        for cache in (self.document, self.compact):
+            num_bytes += 0 if cache is None else cache.nbytes
         if self.past_queries is not None:
             num_bytes += self.past_queries.nbytes
         return num_bytes
 
+    @property
+    def prefix(self) -> CompactCache | None:
+        """The document and the compact cache after it, as the model reads them; None without."""
+        if self.document is None or self.compact is None:
+            return self.document or self.compact
+        return self.document.followed_by(self.compact)
+
     def past(self, model: PreTrainedModel) -> Cache:
-        """A fresh transformers cache that holds all tokens."""
-        if self.compact is None:
+        """A fresh transformers cache that holds the document and all tokens."""
+        prefix = self.prefix
+        if prefix is None:
             dynamic = DynamicCache()
             for index, states in enumerate(zip(self.keys, self.values, strict=True)):
                 dynamic.update(*states, index)
             return dynamic
-        past = self.compact.to_transformers(model)
-        for layer, keys, values in zip(past.layers, self.keys, self.values, strict=True):
+        past = prefix.to_transformers(model)
+        # none of the exact ones if there are no tokens
+        for layer, keys, values in zip(past.layers, self.keys, self.values, strict=False):
             if isinstance(layer, PrefixLayer):
                 layer.hold(keys, values)
+        return past
+
+    def past_before_last(self, model: PreTrainedModel) -> Cache:
+        """As ``past``, without the last token."""
+        past: Any = self.past(model)
+        past.crop(-1)
         return past
 
     @torch.no_grad()
@@ -169,8 +187,8 @@ class SessionState:
             for number, slots in enumerate(self._slots(num_new))
         ]
         past = None
-        if self.compact is not None:
-            past = Past(self.past_len, self.protected, self.past_queries)
+        if self.document is not None or self.compact is not None:
+            past = Past(self.past_len, self.protected, self.past_queries, self.document)
         return Trace(
             model=model,
             fingerprint=fingerprint,
@@ -214,8 +232,21 @@ class SessionState:
             past_queries=past_queries,
         )
 
+    def cropped(self, num_tokens: int) -> "SessionState":
+        """The state with the first tokens alone, at least one of which is exact."""
+        num_exact = num_tokens - self.past_len
+        hidden = self.hidden
+        return replace(
+            self,
+            ids=self.ids[:num_tokens],
+            keys=[states[:, :, :num_exact] for states in self.keys],
+            values=[states[:, :, :num_exact] for states in self.values],
+            queries=[states[:, :, :num_exact] for states in self.queries],
+            hidden=None if hidden is None else hidden[:, :num_exact],
+        )
+
     def cache(self, fingerprint: str, protect: Sequence[Range]) -> CompactCache:
-        """All tokens as a compact cache: the slots so far, and one slot for every exact token.
+        """Document and tokens as a compact cache: the slots so far, and one for every exact token.
 
         Args:
             fingerprint: of the model's weights.
@@ -237,4 +268,5 @@ class SessionState:
             # are not
             protected_later=tuple(clipped(protect, self.past_len, self.num_tokens)),
         )
-        return CompactCache(layers, self.num_tokens, fingerprint, record)
+        tokens = CompactCache(layers, self.num_tokens, fingerprint, record)
+        return tokens if self.document is None else self.document.followed_by(tokens)
