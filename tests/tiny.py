@@ -1,5 +1,6 @@
 """A tiny model with its tokenizer, and texts for it (a helper of the tests)."""
 
+import inspect
 import random
 from unittest import mock
 
@@ -40,6 +41,20 @@ def refusal(call, *arguments, **options):
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def rejections(*rows):
+    """A test of each row: a part of the message, and a call whose parameters are fixtures."""
+    return pytest.mark.parametrize(
+        ("message", "call"), rows, ids=[message[:70] for message, _ in rows]
+    )
+
+
+def refusal_with(request, call):
+    """The message of the ``InputError`` that a call with its fixtures raises."""
+    parameters = inspect.signature(call).parameters.values()
+    names = [each.name for each in parameters if each.default is each.empty]
+    return refusal(call, **{name: request.getfixturevalue(name) for name in names})
 
 
 def sentences(count, seed=0):

@@ -96,6 +96,12 @@ def check_in(interval: str, **settings: Any) -> None:
             raise InputError(f"{name} must be {wanted}, not {value}")
 
 
+def check_shard(index: int, count: int) -> None:
+    """Raise an ``InputError`` for a part of the work that does not exist."""
+    if not 0 <= index < count:
+        raise InputError(f"shard {index} of {count}: shards are 0 to {count - 1}")
+
+
 def check_kind(kind: type | tuple[type, ...], wanted: str, **arguments: Any) -> None:
     """Raise an ``InputError`` for an argument of another type.
 

@@ -79,10 +79,14 @@ class CacheSettings:
         name, options = parse_spec(self.method)
         if self.bits != "auto" and "bits" in options:
             raise InputError(f"bits {self.bits} and the bits of {self.method}: give one of them")
-        if self.supervision == "self" and self.learner is not None:
+        self.check_learner(self.learner)
+
+    def check_learner(self, learner: str | None) -> None:
+        """Raise an ``InputError`` if a setting or a method has no predictions to learn from."""
+        if self.supervision == "self" and learner is not None:
             raise InputError(
-                f"{self.learner} needs supervision reconstruction: the document alone leaves "
-                "nothing to predict"
+                f"{learner} needs supervision reconstruction: the document alone leaves nothing "
+                "to predict"
             )
 
     @property

@@ -8,11 +8,9 @@ from kvcat.cache import (
     CACHE_NAME,
     CompactCache,
     CompactLayer,
-    PrefixLayer,
     cache_argument,
     fingerprint,
 )
-from kvcat.errors import InputError
 from tiny import layer_of, loud_model, refusal
 
 MODELS = {"granite": {"attention_multiplier": 0.6}, "mistral": {"sliding_window": 24}}
@@ -254,12 +252,8 @@ def test_chosen_examples_of_a_batch_record_their_own_size():
         assert float(chosen.metadata["keep_ratio"]) == pytest.approx(slots / PREFIX, rel=1e-5)
 
 
-def test_examples_that_a_batch_does_not_have_are_rejected():
+def test_examples_are_chosen_by_lists_and_by_tensors():
     cache = made(tiny())
-    for rows in ([2], [0, -3], torch.tensor([7]), [0.5], [True, False]):
-        assert "the batch has examples 0 to 1" in refusal(cache.select, rows)
-    for rows in ([], slice(2, None), torch.tensor([], dtype=torch.long)):
-        assert "no example is chosen" in refusal(cache.select, rows)
     last = cache.select(torch.tensor([1]))
     torch.testing.assert_close(last.layers[0].tensors(), cache.select([-1]).layers[0].tensors())
 
@@ -304,37 +298,3 @@ def test_a_cache_loses_new_tokens_alone_and_is_never_cut_within_its_prefix(form)
         assert torch.equal(logits, model(questions(1, 3), **cache_argument(expected)).logits)
     past.crop(PREFIX + 1)  # as older transformers name the length that is kept
     assert past.get_seq_length() == PREFIX + 1
-
-
-def test_keys_that_lose_their_log_bias_on_the_way_are_noticed_and_what_does_not_fit_is_rejected():
-    layer = PrefixLayer(
-        CompactLayer(*(torch.randn(1, 2, 3, 8) for _ in range(2)), torch.ones(1, 2, 3)), PREFIX
-    )
-    new = torch.randn(1, 2, 1, 8)
-    layer.update(new, new)
-    with pytest.raises(InputError, match="did not reach attention"):
-        layer.update(new, new)
-    model = tiny()
-    ids = questions(1, 3)
-    cache = made(model, "biased")
-    for wrong, message in (
-        (ids[:, :0], "hold no token"),
-        (questions(3), "cache of 2 examples cannot serve 3 rows"),
-    ):
-        with pytest.raises(InputError, match=message):
-            cache.inputs(model, wrong)
-    with pytest.raises(InputError, match="static_tokens is 0"):
-        cache.inputs(model, questions(2), static_tokens=0)
-    with pytest.raises(InputError, match="more tokens than the static cache has room for: 4"):
-        model.generate(
-            **cache.inputs(model, questions(2, 3), static_tokens=4),
-            max_new_tokens=8,
-            do_sample=False,
-        )
-    with pytest.raises(InputError, match="belongs to another model"):
-        cache.inputs(tiny("qwen2"), ids)
-    windowed = tiny("mistral")
-    with pytest.raises(InputError, match="25 tokens exceed the sliding window of 24"):
-        windowed.generate(
-            **made(windowed, "plain", 1).inputs(windowed, ids), max_new_tokens=9, do_sample=False
-        )

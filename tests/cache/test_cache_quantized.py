@@ -172,26 +172,6 @@ def test_bytes_by_hand():
     assert layer.nbytes <= heads * (6 * per_slot + per_head)
 
 
-@pytest.mark.parametrize("bits", [3, 16, 0, "8/4", "x", True])
-def test_unknown_bits_are_rejected(bits):
-    assert "bits must be 8 or 4, not" in refusal(example().quantize, bits)
-
-
-def test_what_cannot_be_packed_is_rejected():
-    cache = example()
-    assert "already" in refusal(cache.quantize(8).quantize, 4)
-    odd = CompactCache([ragged_layer(dim=5)], PREFIX, "2:" + "ab" * 32)
-    assert "5 channels" in refusal(odd.quantize, 4)
-    huge = random_states(1, 1, 4, 8) * 1e6
-    layers = [CompactLayer(huge, huge)]
-    assert "16 bits" in refusal(CompactCache(layers, PREFIX, "2:" + "ab" * 32).quantize, 8)
-    states = random_states(1, 1, 4, 8)
-    for log_bias in (70_000.0, -70_000.0):
-        layers = [CompactLayer(states, states, torch.full((1, 1, 4), log_bias))]
-        message = refusal(CompactCache(layers, PREFIX, "2:" + "ab" * 32).quantize, 8)
-        assert "a log-bias of up to 7e+04 does not fit in 16 bits" in message
-
-
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
@@ -224,12 +204,6 @@ def test_a_damaged_layer_is_rejected_though_the_checksum_is_right(tmp_path, name
     damaged = replace(cache, layers=[Damaged(**fields), cache.layers[1]])
     assert reason in refusal(damaged.save, tmp_path / "doc")
     assert not (tmp_path / "doc").exists()
-
-
-def test_a_file_of_other_bits_than_its_codes_is_rejected(tmp_path):
-    cache = example().quantize(4)
-    wrong = [replace(layer, bits=8) for layer in cache.layers]
-    assert "key_codes have shape" in refusal(replace(cache, layers=wrong).save, tmp_path / "doc")
 
 
 @pytest.mark.slow

@@ -138,15 +138,6 @@ def test_greedy_answers_are_the_stock_models_even_where_its_own_rule_would_drop_
     assert torch.allclose(nll, -log_probs[torch.arange(5), answer], atol=1e-4)
 
 
-def test_an_answer_ends_with_a_refusal_where_it_would_pass_the_border():
-    model, _ = pair()
-    cache = kvcat.trace(model, tokens(58), supervision="self").dense_cache()
-    said = refusal(
-        model.generate, **cache.inputs(model, tokens(4, 1)), max_new_tokens=8, do_sample=False
-    )
-    assert "at most 64 tokens, and here are 65" in said
-
-
 def test_a_short_text_gets_long_factors_only_where_room_was_requested():
     model, stock = pair()
     document = tokens(40)

@@ -2,7 +2,6 @@
 
 import copy
 import gc
-import pickle
 import threading
 from weakref import WeakKeyDictionary
 
@@ -11,7 +10,6 @@ import torch
 
 import kvcat
 from kvcat.cache import CACHE_NAME, forward
-from kvcat.errors import InputError
 from tiny import TRANSFORMERS, loud_model, refusal
 
 LENGTH = 20
@@ -96,17 +94,6 @@ def test_a_second_turn_that_repeats_what_the_cache_holds_is_rejected(
     assert "more do not fit" in said
 
 
-def test_a_forward_that_repeats_what_the_cache_holds_is_rejected(model, cache):
-    turn, past = first_turn(model, cache)
-    again = torch.cat([turn, SECOND], 1)
-    with torch.no_grad():
-        assert "new tokens begin with the 8" in refusal(model, again, **{CACHE_NAME: past})
-    inputs = cache.inputs(model, FIRST)
-    with torch.no_grad():
-        model(**inputs)
-        assert "the cache holds 25 tokens, and 5 more do not fit" in refusal(model, **inputs)
-
-
 def test_a_forward_that_repeats_the_beams_of_a_cache_is_rejected(model, cache):
     inputs = cache.inputs(model, FIRST)
     past = inputs[CACHE_NAME]
@@ -132,16 +119,6 @@ def test_the_tokens_of_a_cache_follow_its_rows(model, cache):
     past.batch_repeat_interleave(2)
     past.batch_select_indices(torch.tensor([3, 0]))
     assert torch.equal(past.tokens, ids[[1, 0]])
-
-
-def test_a_question_that_begins_with_the_document_is_rejected(model, cache):
-    assert "begin with the document" in refusal(
-        cache.inputs, model, torch.cat([DOCUMENT, FIRST], 1)
-    )
-    pressed = kvcat.Eviction("streaming")(
-        kvcat.trace(model, DOCUMENT, supervision="self"), num_slots=5
-    )
-    assert "begin with the document" in refusal(pressed.inputs, model, DOCUMENT)
 
 
 def test_left_padded_turns_follow_each_other_in_a_growing_and_in_a_static_cache(model, cache):
@@ -188,14 +165,6 @@ def test_a_question_in_chunks_is_answered_or_rejected_where_its_mask_is_wrong(mo
         assert made[:, FIRST.shape[1] :].tolist() == expected.tolist()
 
 
-def test_a_model_set_to_use_no_cache_is_rejected_where_it_would_read_the_question_again(
-    model, cache
-):
-    inputs = cache.inputs(model, FIRST)
-    with pytest.raises(InputError, match="the cache holds 25 tokens"):
-        ask(model, **{**inputs, "use_cache": False})
-
-
 def test_the_hooks_that_check_forwards_go_with_the_last_cache(model, cache):
     pasts = [cache.inputs(model, FIRST), cache.inputs(model, FIRST)]
     assert len(model.base_model._forward_pre_hooks) == 1
@@ -208,18 +177,13 @@ def test_the_hooks_that_check_forwards_go_with_the_last_cache(model, cache):
     assert not model.base_model._forward_hooks
 
 
-@pytest.mark.parametrize("num_rows", [1, 2, 4])
-def test_one_row_of_a_batch_that_begins_with_its_document_is_rejected(model, num_rows):
+def test_a_question_may_begin_with_another_document_or_end_with_its_own(model):
     documents = torch.cat([DOCUMENT, DOCUMENT.flip(1)])
     both = kvcat.trace(model, documents, supervision="self").dense_cache()
-    for row, cache in enumerate((both.select([0]), both.select([1]))):
-        question = torch.cat([FIRST, DOCUMENT[:, :5]], 1).expand(num_rows, -1).clone()
-        cache.inputs(model, question)
-        question = torch.cat([DOCUMENT, FIRST], 1).expand(num_rows, -1).clone()
-        question[-1, :LENGTH] = documents[row]
-        assert "begin with the document" in refusal(cache.inputs, model, question)
-    assert "begin with the document" in refusal(both.inputs, model, documents)
     both.inputs(model, documents.flip(0))
+    for rows in (1, 2, 4):
+        question = torch.cat([FIRST, DOCUMENT[:, :5]], 1).expand(rows, -1)
+        both.select([0]).inputs(model, question)
 
 
 @pytest.mark.parametrize("budgets", ["equal", "adaptive"])
@@ -259,19 +223,6 @@ def test_activation_checkpointing_that_would_drop_the_cache_is_rejected(model, c
         model.train()
         assert "would drop the compact cache" in refusal(model, **cache.inputs(model, FIRST))
         assert torch.equal(kvcat.replay(model, cache, FIRST), expected)
-
-
-def test_a_mask_of_another_shape_than_the_question_is_rejected(model, cache):
-    rows = FIRST.expand(2, -1)
-    for shape in ((1, 5), (2, 4), (2, LENGTH + 5), (2, 5, 1)):
-        assert f"attention_mask has shape {shape}, input_ids (2, 5)" in refusal(
-            cache.inputs, model, rows, torch.ones(shape, dtype=torch.long)
-        )
-
-
-def test_a_cache_is_not_pickled_as_its_model_elsewhere_would_not_check_it(model, cache):
-    past = cache.inputs(model, FIRST)[CACHE_NAME]
-    assert "cannot be pickled: save the compact cache" in refusal(pickle.dumps, past)
 
 
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])

@@ -91,26 +91,6 @@ def test_what_does_not_fit_in_8_bits_keeps_its_numbers_unless_bits_are_asked_for
         assert "do not fit" in message
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--bits", 3), "--bits is '3'"),
-        (("--bits", 4, "--method", "snapkv,bits=8"), "give one of them"),
-        (("--method", "snapkv,bits=5"), "bits must be 8 or 4"),
-        (("--keep", 0.1, "--mb", 1), "give one of --keep and --mb"),
-        (("--mb", -1), "--mb"),
-        (("--mb", 0.00001), "one slot in every head"),
-    ],
-)
-def test_mistakes_are_one_line(options, reason, tiny_folder, document, capsys):
-    output = document.parent / "none.safetensors"
-    assert kvcat("compress", tiny_folder, "--text", document, "-o", output, *options) == 2
-    errors = capsys.readouterr().err.strip()
-    assert reason in errors
-    assert "\n" not in errors
-    assert not output.exists()
-
-
 def test_packed_answers_need_a_cache_in_few_bits(tiny_folder, document, capsys):
     output = compress(tiny_folder, document, "--bits", 16)
     asked = ("--prompt", "the cat", "--packed")

@@ -181,27 +181,6 @@ def test_chat_in_a_terminal_streams_stops_at_ctrl_c_and_ends_at_ctrl_d(tmp_path)
     os.close(terminal)
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--max-kl", "0.1"], "unknown argument --max-kl"),
-        (["--overwrite"], "unknown argument --overwrite"),
-        (["--keep", "0.1", "--slots", "3"], "give one of --keep and --slots"),
-        (["--shard", "3/3"], "--shard is '3/3'"),
-        (["--shard", "0/2", "--ray", "auto"], "one of --ray and --shard"),
-        (["--workers", "2"], "--workers needs --ray"),
-        ([], "no such text file or folder"),
-        (["--check", "--supervision", "self"], "check needs supervision"),
-    ],
-)
-def test_wrong_options_of_corpus_are_rejected_before_work(
-    tiny_folder, tmp_path, monkeypatch, mistake, words, message
-):
-    monkeypatch.chdir(tmp_path)
-    assert message in mistake("corpus", tiny_folder, "missing-corpus", "-o", "store", *words)
-    assert not (tmp_path / "store").exists()
-
-
 def test_ray_that_is_not_installed_is_one_line_before_the_model_is_loaded(
     tiny_folder, corpus, tmp_path, mistake, monkeypatch
 ):

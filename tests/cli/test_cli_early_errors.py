@@ -132,7 +132,7 @@ def test_a_store_that_cannot_be_written(tiny_folder, tmp_path, mistake, corpus):
 def test_budgets_of_no_usable_document(tiny_folder, tmp_path, mistake, corpus):
     words = ["budgets", tiny_folder, "--corpus", corpus(GOOD), "-o", tmp_path / "budgets.json"]
     assert "no document has 200 tokens" in mistake(*words, "--tokens", 200)
-    assert "--tokens is 1024; the model has 256 positions" in mistake(*words)
+    assert "--tokens: 1024 tokens exceed the model's 256 positions" in mistake(*words)
     assert not (tmp_path / "budgets.json").exists()
 
 

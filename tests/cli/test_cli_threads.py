@@ -31,21 +31,6 @@ def test_threads_apply_to_every_command_and_are_removed_from_its_arguments(spell
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["--threads", "0"],
-        ["--threads"],
-        ["--threads=two"],
-        ["--threads", "-1"],
-        ["--threads", "9" * 9999],
-    ],
-)
-def test_what_is_no_number_of_threads_is_rejected(words, capsys):
-    assert run(["compress", "model", *words]) == 2
-    assert "--threads takes INT from 1 to " in capsys.readouterr().err
-
-
 CODE = """
 import os
 from kvcat.cli import threads

@@ -15,6 +15,17 @@ from kvcat.cli import app
 from kvcat.cli.app import commands, run
 from kvcat.cli.options import parse
 from kvcat.option_types import Fractions, Strings, flat
+from tiny import sentences
+
+CONTROL = "this variant of small has policy 'control', not 'router': name another recipe"
+FILES = {
+    "t.txt": "a text",
+    "empty.txt": " \n",
+    "doc.txt": "".join(sentences(4, seed=7)),
+    "rows.jsonl": '{"text": "A text.", "id": "a"}\n',
+    "texts/a.txt": "A text.\n",
+    "config.json": '{"policy": "router", "model": "kvcat-base"}',
+}
 
 
 def test_the_overview_imports_nothing_heavy():
@@ -171,18 +182,74 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
             "theory histogram --scaling 2 8 --out o",
             "--scaling needs at least two values, 3 to 256, not [2, 8]",
         ),
+        # threads
+        ("compress m --threads 0", "--threads takes INT from 1 to "),
+        ("compress m --threads", "--threads takes INT from 1 to "),
+        ("compress m --threads=two", "--threads takes INT from 1 to "),
+        ("compress m --threads -1", "--threads takes INT from 1 to "),
+        (f"compress m --threads {'9' * 9999}", "--threads takes INT from 1 to "),
+        # bits and sizes
+        ("compress TINY --text doc.txt -o c --bits 3", "--bits is '3'"),
+        (
+            "compress TINY --text doc.txt -o c --bits 4 --method snapkv,bits=8",
+            "give one of them",
+        ),
+        ("compress TINY --text doc.txt -o c --method snapkv,bits=5", "bits must be 8 or 4"),
+        ("compress TINY --text doc.txt -o c --keep 0.1 --mb 1", "give one of --keep and --mb"),
+        ("compress TINY --text doc.txt -o c --mb -1", "--mb"),
+        ("compress TINY --text doc.txt -o c --mb 0.00001", "one slot in every head"),
+        # a corpus
+        ("corpus TINY gone -o c --max-kl 0.1", "unknown argument --max-kl"),
+        ("corpus TINY gone -o c --overwrite", "unknown argument --overwrite"),
+        ("corpus TINY gone -o c --keep 0.1 --slots 3", "give one of --keep and --slots"),
+        ("corpus TINY gone -o c --shard 3/3", "--shard is '3/3'"),
+        ("corpus TINY gone -o c --shard 0/2 --ray auto", "one of --ray and --shard"),
+        ("corpus TINY gone -o c --workers 2", "--workers needs --ray"),
+        ("corpus TINY gone -o c", "no such text file or folder"),
+        ("corpus TINY gone -o c --check --supervision self", "check needs supervision"),
+        ("corpus TINY rows.jsonl -o c --text-column ''", "the name of a column is empty"),
+        ("corpus TINY rows.jsonl -o c --id-column ''", "the name of a column is empty"),
+        ("budgets TINY --corpus rows.jsonl -o c --text-column ''", "name of a column is empty"),
+        ("budgets TINY --corpus rows.jsonl -o c --id-column ''", "name of a column is empty"),
+        ("corpus TINY texts -o c --text-column a", "text files alone, which have no columns"),
+        ("corpus TINY texts -o c --id-column a", "text files alone, which have no columns"),
+        ("budgets TINY --corpus texts -o c --text-column a", "text files alone, which have no"),
+        # the control
+        ("train small-control --config config.json", CONTROL),
+        ("train small-control --model kvcat-base --policy router", CONTROL),
+        # an option given twice that has no list
+        ("chat m --cache a --cache=b", "--cache is given 2 times; kvcat chat takes it once"),
+        ("compress m --text a --text b -o c", "--text is given 2 times"),
+        (
+            "compress m --text a --protect-text b --protect_text c -o d",
+            "--protect-text is given 2 times",
+        ),
+        ("corpus m a --slots 1 --slots 2 -o c", "--slots is given 2 times"),
+        ("generate m --store s --id a --id b --prompt x", "--id is given 2 times"),
+        ("serve m --store a --store b", "--store is given 2 times; kvcat serve takes it once"),
+        ("budgets m --corpus a --corpus b -o c", "--corpus is given 2 times"),
+        ("eval profile m --data a --data b", "--data is given 2 times"),
+        ("train small --config a.toml --config b.toml", "--config is given 2 times"),
+        ("train small --output a --max-steps 3 --output b", "--output is given 2 times"),
+        ("train small --data a --data b", "--data is given 2 times"),
+        ("generate m --cache a --prompt x --seed 1 --seed=2", "--seed is given 2 times"),
+        ("compress m --text a -o b --output c", "--output is given 2 times"),
+        ("eval needle m --out a --out b", "--out is given 2 times"),
+        ("demo --quick --quick", "--quick is given 2 times"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
-    line, message, mistake, tmp_path, monkeypatch
+    line, message, mistake, tiny_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setenv("KVCAT_HOME", str(tmp_path / "home"))
-    (tmp_path / "t.txt").write_text("a text")
-    (tmp_path / "empty.txt").write_text(" \n")
+    for name, content in FILES.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(content)
     monkeypatch.chdir(tmp_path)
-    assert message in mistake(*shlex.split(line))
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["empty.txt", "t.txt"]
+    assert message in mistake(*shlex.split(line.replace("TINY", str(tiny_folder))))
+    written = (path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert sorted(map(str, written)) == sorted(FILES)
 
 
 def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_read(
@@ -256,14 +323,6 @@ def test_what_ends_a_command_from_outside_gives_one_line_and_a_specific_exit_cod
     monkeypatch.setattr(report, buggy_command)
     with pytest.raises(KeyError):  # a bug shows its traceback
         run(["report"])
-
-
-def test_a_file_or_an_option_does_not_make_the_control_another_variant(tmp_path, mistake):
-    (tmp_path / "config.json").write_text('{"policy": "router", "model": "kvcat-base"}')
-    expected = "this variant of small has policy 'control', not 'router': name another recipe"
-    assert expected in mistake("train", "small-control", "--config", tmp_path / "config.json")
-    options = ("--model", "kvcat-base", "--policy", "router")
-    assert expected in mistake("train", "small-control", *options)
 
 
 def test_options_override_a_file_and_a_file_the_recipe(tiny_folder, texts_folder, tmp_path, capsys):
@@ -361,53 +420,3 @@ def test_the_files_of_a_model_are_not_replaced_but_other_files_in_its_folder_are
             message = mistake(*argv, "-o", model / name, "--overwrite")
             assert f"{model / name} is a file of the model {model}" in message
         assert (model / name).read_bytes() == content
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("chat m --cache a --cache=b", "--cache is given 2 times; kvcat chat takes it once"),
-        ("compress m --text a --text b -o c", "--text is given 2 times"),
-        (
-            "compress m --text a --protect-text b --protect_text c -o d",
-            "--protect-text is given 2 times",
-        ),
-        ("corpus m a --slots 1 --slots 2 -o c", "--slots is given 2 times"),
-        ("generate m --store s --id a --id b --prompt x", "--id is given 2 times"),
-        ("serve m --store a --store b", "--store is given 2 times; kvcat serve takes it once"),
-        ("budgets m --corpus a --corpus b -o c", "--corpus is given 2 times"),
-        ("eval profile m --data a --data b", "--data is given 2 times"),
-        ("train small --config a.toml --config b.toml", "--config is given 2 times"),
-        ("train small --output a --max-steps 3 --output b", "--output is given 2 times"),
-        ("train small --data a --data b", "--data is given 2 times"),
-        ("generate m --cache a --prompt x --seed 1 --seed=2", "--seed is given 2 times"),
-        ("compress m --text a -o b --output c", "--output is given 2 times"),
-        ("eval needle m --out a --out b", "--out is given 2 times"),
-        ("demo --quick --quick", "--quick is given 2 times"),
-    ],
-)
-def test_an_option_without_a_list_that_is_given_twice_is_rejected(line, message, mistake):
-    assert message in mistake(*shlex.split(line))
-
-
-def test_a_column_without_a_name_is_rejected(mistake, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text('{"text": "A text.", "id": "a"}\n')
-    compress = ["corpus", "kvcat-base", rows, "-o", tmp_path / "store"]
-    budgets = ["budgets", "kvcat-base", "--corpus", rows, "-o", tmp_path / "b.json"]
-    for argv in (compress, budgets):
-        for option in ("--text-column", "--id-column"):
-            assert "the name of a column is empty" in mistake(*argv, option, "")
-    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
-
-
-def test_columns_of_a_corpus_of_text_files_are_rejected(mistake, tmp_path):
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    (folder / "a.txt").write_text("A text.\n")
-    argv = ["corpus", "kvcat-base", folder, "-o", tmp_path / "store"]
-    for option in ("--text-column", "--id-column"):
-        assert "text files alone, which have no columns" in mistake(*argv, option, "body")
-    argv = ["budgets", "kvcat-base", "--corpus", folder, "-o", tmp_path / "b.json"]
-    assert "text files alone, which have no columns" in mistake(*argv, "--text-column", "body")
-    assert not (tmp_path / "store").exists()

@@ -5,7 +5,6 @@ import torch
 from structured_heads import first_slots, positions_of, tensors
 
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, replay, trace
-from kvcat.errors import InputError
 
 COUNTS = [[[9, 4], [1, 9], [5, 5]], [[3, 8], [9, 9], [2, 1]]]
 NEW = 16
@@ -104,17 +103,8 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     assert all(layer.log_bias is None for layer in cache.layers)
 
 
-def test_a_past_that_does_not_fit_and_methods_that_need_all_queries_are_rejected(
-    double, windows, compact
-):
-    with pytest.raises(InputError, match="past holds 32 tokens: the prefix of 32 adds none"):
-        trace(double, windows, 32, past=compact)
-    with pytest.raises(InputError, match="past holds 3 examples, input_ids 2"):
-        trace(double, windows[:2], 48, past=compact)
-    others = windows[[0, 2, 1]]
-    with pytest.raises(InputError, match="past belongs to another text: row 1 of the tokens"):
-        trace(double, others, 48, past=compact)
-    trace(double, others, 48, past=compact.select([0, 2, 1]))
-    for name in ("h2o", "snapkv", "tova"):
-        with pytest.raises(InputError, match="part of which is already compact"):
-            Eviction(name)(trace(double, windows, 48, past=compact), num_slots=5)
+def test_a_choice_of_a_pasts_examples_continues_their_texts(double, windows, compact):
+    order = [0, 2, 1]
+    continued = trace(double, windows[order], 48, past=compact.select(order))
+    whole = trace(double, windows, 48, past=compact)
+    torch.testing.assert_close(continued.layers[1].queries, whole.layers[1].queries[order])

@@ -1,7 +1,5 @@
 """What every compressor guarantees, with a row of ``ROWS`` for each, and methods as text."""
 
-import math
-
 import pytest
 import torch
 from hypothesis import given
@@ -145,83 +143,6 @@ def test_a_method_that_draws_gets_each_seed_and_others_run_once(traced):
         ((seed, method),) = seeded_compressors(name, options, [0, 3])
         assert seed is None
         assert method == make_compressor(name, **options)
-
-
-def test_budgets_out_of_range_are_rejected(traced):
-    for wanted, message in (
-        ({"keep_ratio": 0.0}, r"keep_ratio must be in \(0, 1\], not 0.0"),
-        ({"keep_ratio": 1.01}, "not 1.01"),
-        ({"keep_ratio": math.nan}, "keep_ratio is nan"),
-        ({"num_slots": 0}, r"num_slots must be in \[1, 48\], not 0"),
-        ({"num_slots": 49}, "not 49"),
-        ({}, "either"),
-        ({"keep_ratio": 0.5, "num_slots": 3}, "either"),
-    ):
-        for name in ("attention-matching", "gradient"):
-            with pytest.raises(InputError, match=message):
-                make_compressor(name)(traced, **wanted)
-
-
-@pytest.mark.parametrize(
-    ("name", "options", "message"),
-    [
-        ("zip", {}, r"no compressor 'zip'; there are attention-matching"),
-        (
-            "attention-matching",
-            {"speed": 2},
-            r"attention-matching has no option 'speed' \(did you mean seed\?\); its options",
-        ),
-        ("attention-matching", {"log_bias": "no"}, "log_bias is 'no'; it must be true or false"),
-        (
-            "attention-matching",
-            {"num_queries": 1.5},
-            "num_queries is 1.5; it must be a whole number or null",
-        ),
-        ("attention-matching", {"seed": True}, "seed is True; it must be a whole number"),
-        *(
-            ("attention-matching", {name: value}, f"{name} .*{value}")
-            for name, value in (
-                ("preset", "fast"),
-                ("num_queries", 0),
-                ("ridge", -1.0),
-                ("ridge", math.inf),
-                ("num_iters", -2),
-                ("budgets", "fair"),
-                ("own_weight", -0.1),
-                ("own_weight", math.nan),
-            )
-        ),
-        (
-            "snapkv",
-            {"seed": 2},
-            r"snapkv has no option 'seed'; its options: window, kernel_size, pooling",
-        ),
-        ("snapkv", {"kernel_size": 3.0}, "snapkv: kernel_size is 3.0; it must be a whole number"),
-        ("snapkv", {"kernel_size": 4}, "kernel_size"),
-        ("snapkv", {"window": 0}, "window"),
-        ("snapkv", {"pooling": "min"}, "pooling"),
-        ("streaming", {"num_sinks": -1}, "num_sinks"),
-        ("first", {"seed": 1}, "first has no option 'seed'; its options: none"),
-        ("h2o", {"name": "x"}, "no option 'name'"),
-        *(
-            ("gradient", {"init": init}, message)
-            for init, message in (
-                (None, "init is None; it must be text"),
-                ("last", "init"),
-                ("random,seed=2", "has no option 'seed'"),
-                ("snapkv,seed=2", "snapkv has no option"),
-                ("attention-matching,ridge=0.0", "ridge"),
-            )
-        ),
-        ("gradient", {"lr": 0.0}, "lr"),
-        ("gradient", {"lr": math.inf}, "lr is inf"),
-        ("gradient", {"num_steps": -1}, "num_steps"),
-        ("gradient", {"schedule": "warm"}, "schedule"),
-    ],
-)
-def test_unknown_methods_options_and_values_are_rejected_by_name(name, options, message):
-    with pytest.raises(InputError, match=message):
-        make_compressor(name, **options)
 
 
 @given(tokens=st.integers(1, 5000), percent=st.integers(1, 100))

@@ -9,7 +9,7 @@ from kvcat.compress import make_compressor, slots_and_bits
 from kvcat.models import self_test
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import parse_spec
-from tiny import TRANSFORMERS, loud_model, refusal
+from tiny import TRANSFORMERS, loud_model
 
 PREFIX = 30
 TOKENS = 44
@@ -91,51 +91,3 @@ def test_slots_for_a_number_of_bytes_count_the_channels_of_every_layer(method, b
         num_slots, _ = slots_and_bits(trace, num_bytes, [bits])
         cache = make_compressor(name, **options)(trace, num_slots=num_slots)
         assert cache.nbytes <= num_bytes
-
-
-@pytest.mark.parametrize(
-    ("kind", "options", "reason"),
-    [
-        ("gemma4_text", {**GEMMA4, "num_kv_shared_layers": 1}, "share keys and values"),
-        (
-            "gemma3n_text",
-            {
-                **GEMMA4,
-                "num_hidden_layers": 5,
-                "layer_types": ["full_attention"] * 5,
-                "laurel_rank": 4,
-                "hidden_size_per_layer_input": 8,
-            },
-            "Gemma3nForCausalLM is not supported",
-        ),
-        (
-            "mistral",
-            {"sliding_window": None, "per_layer_config": {1: {"sliding_window": 8}}},
-            "sliding_window",
-        ),
-        (
-            "deepseek_v3",
-            {
-                "num_key_value_heads": 4,
-                "q_lora_rank": 8,
-                "kv_lora_rank": 8,
-                "qk_rope_head_dim": 8,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 8,
-                "n_routed_experts": 4,
-                "num_experts_per_tok": 2,
-                "n_group": 1,
-                "topk_group": 1,
-                "moe_intermediate_size": 16,
-            },
-            "latent attention",
-        ),
-    ],
-)
-def test_what_compress_cannot_do_is_rejected_by_the_self_test(kind, options, reason):
-    try:
-        model = loud_model(kind, **options)
-    except (TypeError, ValueError) as error:
-        pytest.skip(f"this transformers makes no such {kind}: {error}")
-    message = refusal(self_test, model)
-    assert reason in message

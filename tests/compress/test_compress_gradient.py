@@ -195,20 +195,6 @@ def test_only_the_second_copy_of_a_reconstruction_supervises(model, windows):
     )
 
 
-def test_a_trace_without_predictions_is_rejected(model, windows):
-    self_supervised = trace(model, windows, 48, supervision="self")
-    method = GradientCompression(num_steps=1)
-    for call in (
-        lambda: method(self_supervised, num_slots=5),
-        lambda: method.snapshots(self_supervised, num_slots=5),
-        lambda: method.each(self_supervised, [0.1]),
-    ):
-        with pytest.raises(
-            InputError, match=r"no predictions after its prefix.* or use AttentionMatching"
-        ):
-            call()
-
-
 class KilledError(Exception):
     pass
 

@@ -4,6 +4,7 @@ installed."""
 import importlib
 import importlib.util
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -288,7 +289,7 @@ def test_a_repetition_of_the_prefix_beyond_the_models_positions_is_rejected(name
     model.config.name_or_path = str(tmp_path)
     attention = model.config._attn_implementation
     ids = torch.arange(3, 67).unsqueeze(0)
-    message = f"{name} on a prefix of 64 tokens: it repeats .* exceed the 96 positions of the model"
+    message = f"{name} on a prefix of 64 tokens: it repeats .* exceed the model's 96 positions"
     with pytest.raises(InputError, match=message):
         press(name)(trace(model, ids, supervision="self"), num_slots=SLOTS)
     trace(model, ids, supervision="self")
@@ -424,7 +425,9 @@ def test_the_suffix_scores_as_in_a_run_of_kvpress(qwen, texts, traced, monkeypat
         kvpress.attention_patch.attention_patch(ALL_ATTENTION_FUNCTIONS["sdpa"]),
     )
     for layer in stock.model.layers:
-        layer.self_attn.register_forward_pre_hook(with_cache_position, with_kwargs=True)
+        layer.self_attn.register_forward_pre_hook(
+            partial(with_cache_position, config=stock.config), with_kwargs=True
+        )
     with_old_names(stock, [layer.self_attn for layer in stock.model.layers])
     past = DynamicCache()
     with torch.no_grad(), kvpress_press(stock):

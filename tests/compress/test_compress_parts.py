@@ -248,11 +248,6 @@ def test_other_methods_compress_a_trace_of_parts(in_parts, parts_of_24, method):
     assert make_compressor(name, **options)(in_parts, num_slots=9).mean_slots == 9
 
 
-def test_a_trace_of_parts_has_no_predictions_to_learn_from(in_parts):
-    message = refusal(make_compressor("gradient", num_steps=1), in_parts, num_slots=9)
-    assert "the 48 tokens were repeated in parts" in message
-
-
 def test_a_text_that_leaves_no_room_for_a_part_is_rejected_with_what_can_be_done(model, sequence):
     config = replace_positions(model.config, 200)
     ids = torch.zeros(1, 305, dtype=torch.long)

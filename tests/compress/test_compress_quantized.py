@@ -208,11 +208,6 @@ def test_the_smallest_cache_may_be_in_few_bits(traced):
     assert str(result.cache.bits) == "8"
 
 
-@pytest.mark.parametrize("bits", [3, 16, "4/3", "four", None])
-def test_unknown_bits_of_a_method_are_rejected(bits):
-    assert "bits must be" in refusal(make_compressor, "snapkv", bits=bits)
-
-
 def test_heads_that_do_not_fill_bytes_are_rejected_before_the_fit(windows):
     traced = trace(loud_model(head_dim=10, num_key_value_heads=1), windows, 48)
     make_compressor("attention-matching", bits=4)(traced, num_slots=5)

@@ -11,7 +11,6 @@ from kvcat.compress import compare, make_compressor, split_supervision, supervis
 from kvcat.compress.fitting import match_attention
 from kvcat.compress.head_attention import dense_attention
 from kvcat.compress.refinement import Objective, refine_slots
-from tiny import loud_model, refusal
 
 
 def in_double(batch):
@@ -192,18 +191,3 @@ def test_a_conversation_behind_a_compact_cache_is_refined_with_it(model, windows
     plain = make_compressor("attention-matching")(longer, num_slots=12)
     fitted, _ = split_supervision(longer, 0.5)
     assert supervised_kl(fitted, shorter).mean() < supervised_kl(fitted, plain).mean()
-
-
-def test_what_it_cannot_do_is_named(model, windows):
-    assert "preset must be one of stable, known" in refusal(
-        make_compressor, "refined", preset="paper"
-    )
-    assert "num_steps is -1" in refusal(make_compressor, "refined", num_steps=-1)
-    assert "budgets must be one of" in refusal(make_compressor, "refined", budgets="none")
-    without_rotation = loud_model("opt", ffn_dim=48, word_embed_proj_dim=32)
-    alone = trace(without_rotation, windows[:, :48], supervision="self")
-    message = refusal(make_compressor("refined"), alone, num_slots=6)
-    assert "needs queries at positions after the prefix" in message
-    known = make_compressor("refined", preset="known")
-    alone = trace(model, windows[:, :48], supervision="self")
-    assert "preset=stable" in refusal(known, alone, num_slots=6)

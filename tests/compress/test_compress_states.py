@@ -10,12 +10,10 @@ import torch
 import kvcat
 from kvcat.cache import CompactCache
 from kvcat.compress import Eviction, make_compressor, slots_and_bits, smallest_cache
-from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
-from kvcat.models import MaskedPass, self_test
+from kvcat.models import self_test
 from kvcat.models.exact_copy import StaysDouble
 from kvcat.models.rotation import KeyRotation
-from kvcat.policies import RandomPolicy
 from states_oracle import stock_logits, visible
 from tiny import TRANSFORMERS, loud_model, refusal
 
@@ -265,28 +263,9 @@ def test_a_conversation_grows_by_append_and_by_a_trace_with_a_past(name):
     torch.testing.assert_close(again, expected, rtol=0, atol=1e-4)
 
 
-def test_what_needs_the_keys_of_every_layer_is_rejected_by_name(tmp_path):
-    model = small_model("gemma3_text", torch.float32)
-    trace = kvcat.trace(model, tokens(), PREFIX)
-    cache = Eviction("keynorm")(trace, num_slots=6)
-    assert "Gemma3ForCausalLM" in refusal(kvcat.compose, model, [cache, cache])
-    assert "Gemma3ForCausalLM" in refusal(kvcat.serving.plain_prefix, cache, model)
-    assert "static_tokens" in refusal(cache.inputs, model, tokens()[:, :3], static_tokens=8)
-    other = loud_model("mistral", sliding_window=WINDOW, head_dim=8)
-    message = refusal(kvcat.trace, other, tokens(), PREFIX)
-    assert "MistralForCausalLM: every layer has a sliding window of 8 tokens" in message
-
-
 def test_gradient_rejects_one_token_after_a_recurrent_state():
     trace = kvcat.trace(small_model("lfm2", torch.float32), tokens()[:, : PREFIX + 1], PREFIX)
     assert "at least two tokens" in refusal(make_compressor("gradient"), trace, num_slots=6)
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_a_model_with_a_recurrent_state_is_not_trained(name):
-    model = small_model(name, torch.float32)
-    with pytest.raises(InputError, match="recurrent state"):
-        MaskedPass(model, {0: RandomPolicy(0.5)})
 
 
 def test_a_number_of_bytes_holds_the_states_as_well():
@@ -334,33 +313,3 @@ def test_queries_of_jamba_stay_the_same_at_other_positions_and_learned_positions
     assert torch.equal(KeyRotation(small_model("jamba"), 5)(queries, 1, 3), queries)
     learned = loud_model("gpt2", n_embd=32, n_head=4, n_layer=2, n_positions=64)
     assert "no rotary position embedding" in refusal(KeyRotation, learned, 5)
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        ("falcon_h1", {**MAMBA, "mamba_d_ssm": 64, "head_dim": 8}),
-        (
-            "nemotron_h",
-            {
-                "num_hidden_layers": 3,
-                "layers_block_type": ["mamba", "attention", "moe"],
-                "mamba_num_heads": 4,
-                "mamba_head_dim": 16,
-                "ssm_state_size": 8,
-                "n_groups": 1,
-                "chunk_size": 8,
-                "head_dim": 8,
-                "n_routed_experts": 2,
-                "num_experts_per_tok": 1,
-                "moe_intermediate_size": 16,
-            },
-        ),
-    ],
-)
-def test_families_with_layers_of_other_kinds_are_rejected_by_name(kind, options):
-    try:
-        model = loud_model(kind, **options)
-    except (TypeError, ValueError) as error:
-        pytest.skip(f"this transformers makes no such {kind}: {error}")
-    assert f"{kind}: layers of type" in refusal(self_test, model)

@@ -8,9 +8,8 @@ import pytest
 from corpora import write_rows
 from pyarrow import parquet
 
-from kvcat.corpus import Corpus, corpus_files, left_out, read_corpus
+from kvcat.corpus import corpus_files, left_out, read_corpus
 from kvcat.files import read_text
-from tiny import refusal
 
 
 def documents(source, **columns):
@@ -62,16 +61,8 @@ def test_a_row_or_file_without_a_text_is_a_document_with_a_problem(tmp_path):
     assert "zero byte" in by_file["zero.txt"]
 
 
-def test_an_id_twice_an_empty_corpus_and_a_missing_column_are_rejected(tmp_path):
-    twice = write_rows(tmp_path / "twice.jsonl", [{"id": "a", "text": "x"}] * 2)
-    message = refusal(Corpus.read, corpus_files(str(twice)))
-    assert message == "two documents of the corpus have the id 'a'"
-    assert refusal(Corpus.read, []) == "the corpus has no document"
-    parquet.write_table(pyarrow.table({"body": ["x"]}), tmp_path / "x.parquet")
-    assert "no column 'text'; its columns: body" in refusal(documents, tmp_path / "x.parquet")
+def test_a_row_without_the_id_column_is_named_by_its_place(tmp_path):
     columns = {"text_column": "body", "id_column": "name"}
-    message = refusal(documents, tmp_path / "x.parquet", **columns)
-    assert "no column 'name'; its columns: body" in message
     rows = [{"name": "a", "body": "x"}, {"title": "b", "body": "x"}]
     file = write_rows(tmp_path / "typing-error.jsonl", rows)
     problems = {one.id: one.problem for one in documents(file, **columns)}
@@ -104,20 +95,6 @@ def test_a_file_whose_name_is_not_utf_8_is_a_document(tmp_path):
     assert [(one.id, one.text) for one in documents(tmp_path)] == [("bad\ufffd.txt", "x")]
 
 
-@pytest.mark.parametrize("source", ["", " ", "missing", "installed", "hub:", "hub:owner/name"])
-def test_a_source_that_cannot_be_read_is_rejected_at_once(source, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    assert refusal(corpus_files, source)
-
-
-@pytest.mark.parametrize("name", ["rows.csv", "rows.json", "rows.tsv", "report.docx", "rows"])
-def test_a_file_of_a_kind_that_holds_no_known_rows_is_no_document(name, tmp_path):
-    (tmp_path / name).write_text("id,text\na,the cat\n")
-    message = refusal(corpus_files, str(tmp_path / name))
-    assert message.endswith("text files (.txt, .md, .rst, .py, .tex, .html)")
-
-
 def test_a_single_text_file_is_a_corpus_of_one_document(tmp_path):
     (tmp_path / "minutes.txt").write_text("the cat")
     (only,) = documents(tmp_path / "minutes.txt")
@@ -139,12 +116,6 @@ def test_a_text_file_with_other_line_ends_is_the_text_that_compress_text_reads(t
     (tmp_path / "a.txt").write_bytes(end.join([b"the cat", b"", b"sees it", b""]))
     (only,) = documents(tmp_path)
     assert only.text == read_text(tmp_path / "a.txt") == "the cat\n\nsees it\n"
-
-
-def test_a_store_inside_its_corpus_is_rejected(tmp_path):
-    (tmp_path / "a.txt").write_text("x")
-    message = refusal(corpus_files, str(tmp_path), store=str(tmp_path / "store"))
-    assert "is inside the corpus" in message
 
 
 def test_a_row_without_an_end_does_not_stop_the_others(tmp_path, monkeypatch):

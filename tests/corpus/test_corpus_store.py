@@ -248,23 +248,6 @@ def test_a_changed_document_that_cannot_be_made_loses_its_old_cache(corpus, comp
     assert not (store / cache_file("doc-0")).exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"method": "snapkv"}, "method attention-matching, not snapkv"),
-        ({"keep_ratio": 0.3}, "keep_ratio 0.2, not 0.3"),
-        ({"num_slots": 4}, "keep_ratio 0.2, not None"),
-        ({"chat": True}, "chat False, not True"),
-        ({"bits": "4"}, "bits 8, not 4"),
-    ],
-)
-def test_a_store_of_other_settings_is_rejected_by_name(corpus, compress, tmp_path, options, name):
-    with open_writer(tmp_path / "store", STORED):
-        pass
-    message = refusal(compress, corpus, tmp_path / "store", CorpusSettings(**options))
-    assert f"was made with {name}" in message
-
-
 def test_budgets_that_change_during_a_run_end_it_before_their_caches_are_stored(
     loaded, corpus, compress, tmp_path, monkeypatch
 ):
@@ -288,20 +271,6 @@ def test_budgets_that_change_during_a_run_end_it_before_their_caches_are_stored(
     assert not any(row.error for row in store.rows)  # the others are made by the next run
     message = refusal(compress, corpus, tmp_path / "store", settings)
     assert "changed during the run" in message
-
-
-def test_a_store_of_another_model_and_a_folder_of_other_files_are_rejected(
-    corpus, compress, tmp_path
-):
-    with open_writer(tmp_path / "store", STORED):
-        pass
-    message = refusal(compress, corpus, tmp_path / "store")
-    assert "was made with" in message
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "thesis.tex").write_text("x")
-    message = refusal(compress, corpus, tmp_path / "full")
-    assert "has no store.json: it holds thesis.tex" in message
-    assert "has no store.json" in refusal(Store, tmp_path / "full")
 
 
 def test_a_second_writer_is_rejected_and_shards_may_write_together(tmp_path):
@@ -571,8 +540,3 @@ def test_a_store_that_another_writer_makes_between_two_requests_is_no_other_fold
     enter(address, settings)
     assert storage_type.occupant is occupant
     assert len(Store(address)) == 0
-
-
-def test_an_address_that_fsspec_does_not_know_is_rejected():
-    assert refusal(open_storage, "").startswith("the address of the store is empty")
-    assert "cannot open nothing://x" in refusal(open_storage, "nothing://x")

@@ -1,7 +1,6 @@
 """Documents from files, folders, the installation and the Hub."""
 
 import json
-import re
 import struct
 from types import SimpleNamespace
 
@@ -83,45 +82,6 @@ def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "picture.png").write_bytes(b"\xff")
     assert pairs(tmp_path) == [("a.jsonl#0", "row"), ("b/z.txt#0", "z"), ("c.md#0", "c")]
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("a.txt", b"caf\xe9 au lait", "a.txt cannot be read as text: .* byte 0xe9 in position 3"),
-        ("a.txt", "wide".encode("utf-16-le"), "a.txt is not text: it has a zero byte at 1"),
-        ("a.jsonl", b'{"text": "a"}\n{"text": \n', "row 1 of .* is not JSON"),
-        ("a.jsonl", b"[1, 2]\n", "row 0 of .* is not a JSON object"),
-        ("a.jsonl", b'{"body": "a", "id": 1}\n', "no column 'text'; its columns: body, id"),
-        ("a.jsonl", b'{"text": ["a"]}\n', "holds list, not text"),
-        ("a.json", b'[{"text": "a"}]\n', "row 0 of .* is not a JSON object"),
-        ("a.json", b'{\n "text": "a"\n}\n', "row 0 of .* is not JSON"),
-        ("a.jsonl.gz", b"no gzip", "cannot be read as jsonl"),
-        ("a.parquet", b"no parquet", "cannot be read as parquet"),
-        ("a.parquet", {"body": ["a"], "id": ["1"]}, "its columns: body, id"),
-    ],
-)
-def test_a_file_that_cannot_be_read_is_named_in_one_line(name, content, message, tmp_path):
-    if isinstance(content, bytes):
-        (tmp_path / name).write_bytes(content)
-    else:
-        write_parquet(tmp_path / name, **content)
-    line = refusal(pairs, tmp_path / name)
-    assert name in line
-    assert re.search(message, line)
-
-
-def test_a_source_that_is_not_there_is_rejected_before_anything_is_read(tmp_path, monkeypatch):
-    (tmp_path / "picture.png").write_bytes(b"")
-    for name, message in (("gone", "no such text file or folder"), (".", "no text")):
-        with pytest.raises(InputError, match=message):
-            open_documents(str(tmp_path / name))
-    monkeypatch.setattr("kvcat.hub.hub_obstacle", lambda: "HF_HUB_OFFLINE is set")
-    assert "nobody/texts' is on the Hub, and HF_HUB_OFFLINE is set" in refusal(
-        pairs, "hub:nobody/texts/c@dev"
-    )
-    for name in ("", "a b", "../x"):
-        assert "hub:OWNER/NAME" in refusal(pairs, f"hub:{name}")
 
 
 def test_the_installed_corpus_holds_the_library_and_packages_without_tests():

@@ -181,18 +181,6 @@ def test_a_hub_data_set_is_resumed_at_the_commit_it_was_begun_with(
         newer.train.load_state_dict(state)
 
 
-def test_too_few_documents_for_validation_or_for_the_streams_are_rejected_by_name(
-    tmp_path, tokenizer
-):
-    write_table(tmp_path / "a.parquet", of_split(texts(3), "train"))
-    options = {"seq_len": 8, "batch_size": 2, "max_steps": 1, "validation_sequences": 2, "seed": 0}
-    with pytest.raises(InputError, match=r"validation documents of stream:.*has 0 tokens"):
-        open_tokens(f"stream:{tmp_path}", tokenizer, **options)
-    write_table(tmp_path / "a.parquet", of_split(texts(200), "test"))
-    with pytest.raises(InputError, match="has too few train documents for 2 streams"):
-        streams_of(f"stream:{tmp_path}", tokenizer, num_streams=2).read()
-
-
 def test_a_failed_read_moves_no_stream(tmp_path, tokenizer):
     for name in "01":
         write_lines(tmp_path / f"{name}.jsonl", texts(12))

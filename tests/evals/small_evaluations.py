@@ -44,3 +44,15 @@ def noise():
         VOCAB, (5, PREFIX + SUFFIX), generator=torch.Generator().manual_seed(0)
     ).tolist()
     return [Window(f"d{i % 3}", str(i), tuple(row), PREFIX) for i, row in enumerate(tokens)]
+
+
+class Characters:
+    """A tokenizer whose tokens are the characters."""
+
+    chat_template = unk_token_id = None
+    all_special_ids = all_special_tokens = ()
+    added_tokens_decoder = {}  # noqa: RUF012
+
+    def encode(self, text, *, add_special_tokens, **_):
+        assert not add_special_tokens
+        return [ord(character) for character in text]

@@ -17,7 +17,6 @@ from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.questions import Question, QuestionTask, answer_ids
 from kvcat.evals.task import vocabulary
-from tiny import refusal
 
 CONTEXT = 24
 NEW = 5
@@ -175,25 +174,6 @@ def test_the_answers_tokens_follow_the_questions_unless_one_would_span_both(toke
         answer_ids(words, "key=", "4711")
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"tokenizer": None}, "model 'base' has none"),
-        ({"words": "else"}, "model 'base' has another one"),
-        ({"vocab_size": 20}, "outside the vocabulary of model 'base', 20 tokens"),
-        (
-            {"max_position_embeddings": 40},
-            "sequences of 129 tokens exceed the 40 positions of model 'base'",
-        ),
-    ],
-)
-def test_a_model_that_cannot_run_the_questions_is_rejected_by_name(tokenizer, changes, said):
-    task = task_of(tokenizer, changes.pop("words", None))
-    tokenizer = changes.pop("tokenizer", tokenizer)
-    with pytest.raises(InputError, match=said):
-        task.check("base", small_model(**changes), tokenizer)
-
-
 ROWS = [{"text": "one\u2028line", "n": 1}, {"text": "two", "n": 2}]
 
 
@@ -206,22 +186,6 @@ def test_json_lines_a_json_array_and_parquet_give_the_same_rows(tmp_path):
     assert all(
         list(read_rows(str(tmp_path / f"a.{form}"))) == ROWS
         for form in ("parquet", "json", "jsonl")
-    )
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "said"),
-    [
-        ("a.jsonl", b'{"a": 1}\n{torn', "JSONDecodeError"),
-        ("b.parquet", b"no parquet", "ArrowInvalid"),
-        ("d.parquet", None, "FileNotFoundError"),
-    ],
-)
-def test_a_damaged_or_missing_file_is_one_clear_line(tmp_path, name, content, said):
-    if content is not None:
-        (tmp_path / name).write_bytes(content)
-    assert f"{name} cannot be read: {said}" in refusal(
-        lambda: list(read_rows(str(tmp_path / name)))
     )
 
 

@@ -1,13 +1,11 @@
 import json
 import math
-import re
 
 import pytest
 import torch
 from small_evaluations import tiny, with_opening
 
 from kvcat.compress import INSTRUCTION, GradientCompression, slots_for
-from kvcat.errors import InputError
 from kvcat.evals.evaluations.longbench import (
     LongBench,
     LongBenchTask,
@@ -16,7 +14,7 @@ from kvcat.evals.evaluations.longbench import (
     make_prompt,
 )
 from kvcat.evals.task import Baseline
-from tiny import byte_tokenizer, refusal, sentences
+from tiny import byte_tokenizer, sentences
 
 NAMES = ["Legal", "Table QA", "Literary", "Academic"]
 ALL = ["all"]
@@ -154,24 +152,6 @@ def test_every_baseline_equals_a_full_forward_of_the_same_ids_and_all_slots_the_
         assert values["dense_nll_choice"] == dense["nll_choice"]
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"max_tokens": 801}, "sequences of 801 tokens exceed the 800 positions of model 'tiny'"),
-        (
-            {"max_tokens": 150},
-            r"row 'id\d': prompt and question leave -\d+ of max_tokens=150 for the context",
-        ),
-        ({"tokenizer": None}, "longbench needs the tokenizer of model 'tiny'"),
-    ],
-)
-def test_a_mistake_is_reported_before_heavy_work(examples, model, options, said):
-    options = {"max_tokens": 500, "tokenizer": byte_tokenizer(), **options}
-    tokenizer = options.pop("tokenizer")
-    with pytest.raises(InputError, match=said):
-        LongBenchTask(examples, "fixture", **options).check("tiny", model, tokenizer)
-
-
 def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share_a_document(
     tmp_path,
 ):
@@ -192,23 +172,6 @@ def test_the_order_depends_on_the_names_alone_and_questions_about_one_text_share
         "Academic",
     }  # of the paper's seven
     assert task.baselines == (DENSE, NONE, Baseline("truncated", 0.2))
-
-
-@pytest.mark.parametrize(
-    ("rows", "domains", "said"),
-    [
-        ([row(0), {"_id": "x"}], ALL, "row 2 of .*a.jsonl has no text 'sub_domain'"),
-        ([row(0, answer="E")], ALL, "row 1 of .*a.jsonl: answer 'E' is not one of A, B, C, D"),
-        (
-            [row(0), row(1), row(0)],
-            ["all"],
-            "row 3 of .*a.jsonl has the _id 'id0' of an earlier row",
-        ),
-        ([row(2)], ["Legal"], "a.jsonl has no row of sub-domain Legal; it has Literary"),
-    ],
-)
-def test_a_mistake_in_the_data_is_one_clear_line(tmp_path, rows, domains, said):
-    assert re.search(said, refusal(examples_of, tmp_path, rows, domains))
 
 
 def test_known_log_likelihoods_of_choices_give_known_figures():

@@ -8,7 +8,6 @@ import torch
 from small_evaluations import tiny
 
 from kvcat.cache import fingerprint
-from kvcat.errors import InputError
 from kvcat.evals import evaluate
 from kvcat.evals.evaluations.qa import (
     QA,
@@ -85,40 +84,6 @@ def test_a_row_becomes_the_cloze_question_of_its_task(tmp_path, task, contexts, 
     assert (example.contexts, example.texts, example.gold) == (tuple(contexts), tuple(texts), gold)
     assert example.stratum == task
     assert example.document.startswith(f"{task}:")
-
-
-CHOICE = "its choices are not at least two texts with a key each"
-
-
-@pytest.mark.parametrize(
-    ("task", "change", "message"),
-    [
-        ("piqa", {"sol2": None}, "KeyError: 'sol2'"),
-        ("winogrande", {"sentence": "no blank"}, f"ValueError: {CHOICE}"),
-        ("arc_easy", {"answerKey": "D"}, "ValueError: 'D' is not in list"),
-    ],
-)
-def test_an_invalid_row_is_named_with_file_and_number(tmp_path, task, change, message):
-    file = write(tmp_path, ROWS[task], {**ROWS[task], **change})
-    with pytest.raises(InputError) as error:
-        read_examples(task, str(file))
-    assert str(error.value) == f"{file}, row 2 is not a row of {task}: {message}"
-    with pytest.raises(InputError, match="has no rows"):
-        read_examples(task, str(write(tmp_path)))
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tasks": ["boolq"]}, "no QA task 'boolq'; there are hellaswag"),
-        ({"limit": 0}, "limit is 0"),
-        ({"data": Path("none")}, "none has no file hellaswag"),
-        ({"data": Path("none"), "tasks": ["piqa"]}, r"none has no file piqa\*\.jsonl"),
-    ],
-)
-def test_what_does_not_exist_is_reported(options, said):
-    with pytest.raises(InputError, match=said):
-        QA.task(None, **options)
 
 
 def test_equal_rows_without_an_id_stay_and_twins_share_a_document(tmp_path):
@@ -231,22 +196,6 @@ def test_each_accuracy_has_a_different_argmax():
     assert [v["acc"] for v in values] == [0.0, 0.0, 1.0]
     assert [v["acc_per_char"] for v in values] == [1.0, 0.0, 0.0]
     assert values[0]["nll_per_char"] == 1.0
-
-
-def test_what_a_model_cannot_score_is_reported_before_work(pair, monkeypatch):
-    task = QATask(EXAMPLES)
-    with pytest.raises(InputError, match="qa needs the tokenizer of model 'm'"):
-        task.check("m", pair[0], None)
-    long = example(4, ["a"] * 2, ["dog " * 200, "cat"])
-    with pytest.raises(
-        InputError, match=r"choices of piqa 4 of \d+ tokens exceed the 128 positions of model 'm'"
-    ):
-        QATask((long,)).check("m", *pair)
-    with pytest.raises(InputError, match="qa is evaluated without compression"):
-        evaluate(task, {"m": pair}, ["first"], [0.5], Path("none"))
-    monkeypatch.setattr("kvcat.evals.evaluations.qa.find_spec", lambda _: None)
-    with pytest.raises(InputError, match=r"pip install .*\[harness\]"):
-        task.check("m", *pair)
 
 
 @needs_harness

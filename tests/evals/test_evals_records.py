@@ -4,8 +4,7 @@ import json
 import pytest
 
 from kvcat.errors import InputError
-from kvcat.evals import Record, ResultsFolder, models_of, read_config, read_costs, read_records
-from tiny import refusal
+from kvcat.evals import Record, ResultsFolder, read_records
 
 CONFIG = {"evaluation": "suffix", "dataset": "t", "num_examples": 2, "methods": [], "prefix_len": 8}
 
@@ -67,59 +66,6 @@ def line(**changes):
     return json.dumps({**dataclasses.asdict(record(0)), **changes})
 
 
-@pytest.mark.parametrize(
-    ("name", "damage", "said"),
-    [
-        ("records", "{broken", "damaged"),
-        (
-            "records",
-            line(values={"kl": float("nan")}),
-            "kl of example '0' of 'doc' is nan, not a number",
-        ),
-        ("records", line(values={"kl": "0.1"}), "is '0.1', not a number"),
-        ("records", '{"model": "base"}', "not a record: ValueError: it lacks"),
-        (
-            "records",
-            line(values={"kl": 0.5}),
-            "second, different record of example '0' of 'doc': base, first, keep",
-        ),
-        ("costs", "{oops", "damaged"),
-        ("costs", '{"model": "base"}', "not a cost: it has no method"),
-    ],
-)
-def test_a_damaged_line_is_rejected_in_one_line(tmp_path, name, damage, said):
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    (tmp_path / f"{name}.jsonl").write_text(f"{damage}\n{line()}\n")
-    assert said in refusal(read_records if name == "records" else read_costs, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"evaluation": "magic"}, "no evaluation 'magic'; there are longbench, needle"),
-        ({"methods": None}, "it has no methods"),
-        ({"methods": [{"name": "first"}]}, "a method: it has no options"),
-        ({"methods": ["first"]}, "a method: it has no name"),
-    ],
-)
-def test_a_damaged_configuration_is_rejected_in_one_line(tmp_path, changes, said):
-    config = {name: value for name, value in {**CONFIG, **changes}.items() if value is not None}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert said in refusal(read_config, tmp_path)
-    assert "is not a results folder" in refusal(read_config, tmp_path / "none")
-
-
-def test_a_folder_of_results_folders_is_rejected_and_those_in_it_are_named(tmp_path):
-    """As ``kvcat eval ruler --length 200 300`` makes them, next to a report."""
-    for name in ("300", "200", "report"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "200" / "records.jsonl").touch()
-    for shard in (0, 1):
-        (tmp_path / "300" / f"records-{shard}-of-2.jsonl").touch()
-    message = refusal(read_config, tmp_path)
-    assert message.endswith(f"name those in it: {tmp_path / '200'} {tmp_path / '300'}")
-
-
 def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_folder_freed(
     tmp_path,
 ):
@@ -135,8 +81,6 @@ def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_
             ResultsFolder(tmp_path, {**CONFIG, "prefix_len": 16}, shard=shard)
     with ResultsFolder(tmp_path, CONFIG):
         pass
-    with pytest.raises(InputError, match="model 'base' come from two different models"):
-        models_of([record(0), dataclasses.replace(record(1), fingerprint="other")])
 
 
 def test_shards_share_a_folder_and_each_sees_what_the_others_did(tmp_path):

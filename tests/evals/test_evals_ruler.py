@@ -5,7 +5,6 @@ import pytest
 from small_evaluations import with_opening
 
 import kvcat
-from kvcat.errors import InputError
 from kvcat.evals.evaluations.ruler import RULER_TASKS, Ruler, RulerTask
 from kvcat.evals.task import manifest
 from tiny import byte_tokenizer
@@ -111,17 +110,3 @@ def test_texts_are_filled_with_whole_lines_depend_on_seed_task_and_number_alone_
 def test_a_match_is_the_share_of_references_that_the_answer_contains(answer, share):
     judged = RulerTask.judge(answer, ("a", "b", "c"))
     assert judged == {"string_match": pytest.approx(share), "exact_match": float(share == 1)}
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"tasks": ("qa",)}, "no RULER task 'qa'; there are niah_single"),
-        ({"tasks": ("vt",), "length": 60}, "vt: 60 tokens are too few: the text needs at least"),
-    ],
-)
-def test_options_out_of_range_and_texts_too_short_for_what_they_hide_are_rejected(
-    tokenizer, options, said
-):
-    with pytest.raises(InputError, match=said):
-        small(tokenizer, **options)

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from small_evaluations import PREFIX, SUFFIX, noise, tiny
+from small_evaluations import PREFIX, SUFFIX, Characters, noise, tiny
 
 from kvcat.compress import AttentionMatching, Eviction, replay
 from kvcat.data import split_of
@@ -89,45 +89,13 @@ def test_a_reconstruction_supervises_without_a_look_at_the_suffix(tiny_folder):
     assert all(values["kl"] > 1e-6 for values in quarter)
 
 
-def test_windows_that_the_supervision_or_the_model_cannot_use_are_rejected_before_work(
-    tiny_folder, texts_folder
-):
+def test_at_most_two_windows_are_of_one_document(tiny_folder, texts_folder):
     model, tokenizer = load(tiny_folder)
-    task = SuffixTask((Window("d", "0", (30,) * 150, 140),), "noise", "reconstruction")
-    with pytest.raises(
-        InputError, match=r"reconstruction sequences of \d+ tokens exceed the 256 positions"
-    ):
-        task.check("base", model, tokenizer)
-    with pytest.raises(InputError, match="needs the tokenizer of model 'base'"):
-        task.check("base", model, None)
     task = Suffix.task(
         tokenizer, str(texts_folder / "00.txt"), split="all", prefix=20, suffix=8, windows=3
     )
-    assert (task.dataset, len(task.examples)) == ("00.txt:all", 2)  # at most two of a document
+    assert (task.dataset, len(task.examples)) == ("00.txt:all", 2)
     task.check("base", model, tokenizer)
-    with pytest.raises(InputError, match="made with, model 'base' has another one"):
-        task.check("base", model, load("kvcat-base")[1])
-    with pytest.raises(
-        InputError,
-        match="supervision must be one of suffix, first-half, reconstruction, not 'both'",
-    ):
-        SuffixTask((Window("d", "0", (1,) * 8, 4),), "noise", "both")
-    with pytest.raises(InputError, match="a suffix of at least 4, not 3"):
-        SuffixTask((Window("d", "0", (1,) * 7, 4),), "noise", "first-half")
-    with pytest.raises(InputError, match="unequal lengths"):
-        SuffixTask((Window("d", "0", (1,) * 7, 4), Window("d", "1", (1,) * 8, 4)), "noise")
-
-
-class Characters:
-    """A tokenizer whose tokens are the characters."""
-
-    chat_template = unk_token_id = None
-    all_special_ids = all_special_tokens = ()
-    added_tokens_decoder = {}  # noqa: RUF012
-
-    def encode(self, text, *, add_special_tokens, **_):
-        assert not add_special_tokens
-        return [ord(character) for character in text]
 
 
 DOCUMENTS = [(f"d{i}", "".join(chr(200 * i + j) for j in range(20 + 10 * i))) for i in range(4)]
@@ -156,18 +124,6 @@ def test_windows_do_not_overlap_and_the_seed_draws_them_from_different_documents
     assert [w.document for w in draw()][:4] == [w.document for w in draw(limit=4)]
     assert len(draw(limit=3)) == 3
     assert draw() == draw() != draw(seed=2)
-
-
-def test_documents_that_give_no_window_are_rejected():
-    with pytest.raises(InputError, match=r"900 \+ 4 tokens; the longest of 4 has 50"):
-        draw(prefix_len=900)
-    with pytest.raises(InputError, match="share the name 'a'"):
-        windows_from_documents(
-            [("a", "x"), ("b", "x"), ("a", "y")], Characters(), prefix_len=8, suffix_len=4
-        )
-    for name, value in [("suffix_len", 1), ("limit", 0)]:
-        with pytest.raises(InputError, match=f"{name} is {value}"):
-            draw(**{name: value})
 
 
 def source(path, texts, field="text"):
@@ -200,8 +156,6 @@ def test_lines_of_wikitext_become_articles_from_heading_to_heading(tmp_path, mon
     )
     held_out = [name for name, _ in corpus_documents("fineweb-edu", "test", 90)]
     assert {split_of(name) for name in held_out} == {"test"}
-    with pytest.raises(InputError, match="arxiv is used completely: it has no split 'train'"):
-        corpus_documents("arxiv", "train", 9)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(InputError, match="Hub"):
         corpus_documents("pg-19", "all", 4)

@@ -4,7 +4,6 @@ import math
 import numpy as np
 import pytest
 
-from kvcat.errors import InputError
 from kvcat.evals import Record, compare_models, comparison_pairs, models_below_chance, summarise
 
 
@@ -135,10 +134,6 @@ def test_differences_and_ratios_are_paired_on_the_examples_that_both_models_have
     assert row_of(table, "nll_dense").verdict == "level"
     swapped = row_of(compare_models(base + other, "kvcat"))
     assert (swapped.difference, swapped.verdict) == (pytest.approx(0.05), "worse")
-    with pytest.raises(InputError, match="two data sets"):
-        summarise([*base, dataclasses.replace(base[0], dataset="other")])
-    with pytest.raises(InputError, match="no record of model 'base'"):
-        compare_models(other, "base")
     assert comparison_pairs(["base", "kvcat", "control"])[0] == ("kvcat", "control")
     assert comparison_pairs(["a", "b", "c"]) == [("b", "a"), ("c", "a")]
 

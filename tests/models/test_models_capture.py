@@ -10,7 +10,6 @@ from models_zoo import SUPPORTED, some_ids, supported, tiny
 from tqdm import tqdm
 
 from kvcat.cache import CACHE_NAME
-from kvcat.errors import InputError
 from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gains
 from kvcat.models.exact_copy import StaysDouble
 
@@ -125,6 +124,3 @@ def test_gains_are_the_mean_squared_columns_of_the_output_projection_and_one_wit
             [block.square().sum(0).mean().item() for block in blocks]
         )
     assert all((gains == 1).all() for gains in output_gains(gpt2, [2] * len(decoder_layers(gpt2))))
-
-    with pytest.raises(InputError, match="chunk_tokens is 0; it must be at least 1"):
-        capture(model, some_ids(24), chunk_tokens=0)

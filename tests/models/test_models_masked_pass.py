@@ -9,10 +9,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kvcat.cache import layer_windows
-from kvcat.errors import InputError
 from kvcat.models import MaskedPass, decoder_layers, logits_from_hidden, self_test
 from kvcat.policies import AttentionMassPolicy, RandomPolicy, SparsificationPolicy
-from tiny import loud_model, refusal
+from tiny import loud_model
 
 STARTS = (1, 2)
 WINDOWS_IN_MASKS = {
@@ -59,13 +58,6 @@ POLICIES = {
     "random": lambda _: RandomPolicy(0.5),
     "attention": lambda _: Counting(0.5),
 }
-
-
-def test_a_policy_that_reads_attention_has_no_parameters_which_would_not_be_trained():
-    policy = AttentionMassPolicy(0.5)
-    policy.weight = nn.Parameter(torch.ones(3))
-    message = refusal(MaskedPass, loud_model(), {0: policy})
-    assert message.startswith("AttentionMassPolicy reads attention and has parameters")
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -130,19 +122,12 @@ def test_a_window_that_a_model_applies_in_its_mask_alone_holds_in_both_passes(ki
     self_test(model, split=True)
 
 
-def test_mistakes_are_one_line():
+def test_a_closed_pass_leaves_the_model_as_it_was():
     model = supported("llama").train()
-    for options, message in (({"policies": {3: Sigmoid(0)}}, "3"), ({"tau": 1.0}, r"1\.0")):
-        with pytest.raises(InputError, match=message):
-            MaskedPass(model, **{"policies": {0: Sigmoid(0)}, **options})
     with MaskedPass(model, {0: Sigmoid(0)}) as masked_pass:
-        for prefix_len in (0, 12):
-            with pytest.raises(InputError, match=r"in \[1, 11\]"):
-                masked_pass.hidden(some_ids(), prefix_len=prefix_len)
+        masked_pass.hidden(some_ids())
     assert list(masked_pass.state_dict()) == ["policies.0.weight"]
     assert not any(layer._forward_pre_hooks for layer in decoder_layers(model))
-    with pytest.raises(InputError, match="closed"):
-        masked_pass.hidden(some_ids())
 
 
 def test_bfloat16_autocast_masks_the_same_slots_and_reaches_the_policies():

@@ -41,9 +41,3 @@ def test_a_token_beyond_the_embedding_is_rejected_before_any_forward(model, no_f
     assert "token -120 does not exist: ids are from 0 to 66" in refusal(
         kvcat.trace, model, ids - 120, 10
     )
-
-
-def test_a_token_beyond_the_embedding_behind_a_cache_is_rejected(model):
-    cache = kvcat.trace(model, torch.arange(30)[None], 20).dense_cache()
-    for call in (cache.inputs, lambda model, ids: kvcat.replay(model, cache, ids)):
-        assert TOO_LARGE in refusal(call, model, torch.tensor([[3, 67]]))

@@ -185,6 +185,7 @@ def test_an_engine_that_is_not_understood_is_rejected(served, tmp_path, monkeypa
             "cache_type must be one of float32, float16, bfloat16, q8_0, q4_0, not 'q5_0'",
         ),
         (lambda: LlamaCpp(path, library=tmp_path / "text"), r"no library with llama\.cpp's C API"),
+        (lambda: LlamaCpp(path, num_ctx=64, cache_type="q8_0"), "no context"),
         (
             lambda: llama_abi.context_parameters(llama_abi.Parameters(), 64, "float32"),
             "other parameters than expected",
@@ -277,9 +278,3 @@ def test_the_rotation_is_found_and_what_is_not_known_is_rejected():
             assert llama_abi.rotation_block(torch.stack(rows), plain) == block
     message = refusal(llama_abi.rotation_block, plain.roll(1, -1), plain)
     assert 'cache_type="float16"' in message
-
-
-def test_heads_that_do_not_fill_blocks_are_rejected(served):
-    _, path = served("qwen2")
-    with pytest.raises(InputError, match="no context"):
-        LlamaCpp(path, num_ctx=64, cache_type="q8_0")

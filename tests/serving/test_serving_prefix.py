@@ -6,12 +6,11 @@ import json
 import pytest
 import safetensors.torch
 import torch
-from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged, rope
+from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, rope
 from transformers import DynamicCache
 
 from kvcat.cache import CompactCache, cache_argument
 from kvcat.errors import InputError
-from kvcat.models.rotation import KeyRotation
 from kvcat.serving import export_prefix, plain_prefix
 from tiny import TRANSFORMERS
 
@@ -121,30 +120,11 @@ def test_the_file_holds_all_that_a_reader_needs(tmp_path):
         CompactCache.load(tmp_path / "p")
 
 
-def test_what_a_plain_prefix_cannot_hold_is_rejected_and_a_log_bias_dropped_only_on_demand():
+def test_a_log_bias_is_dropped_on_demand():
     model = make_model()
     suffix = ids(2, 6)
     cache = evicted(model, ids(2, 30))
     biased = evicted(model, ids(2, 30), log_bias=True)
-    for wrong, owner, options, message in (
-        (biased, model, {}, "has a log-bias, which engines do not support"),
-        (
-            ragged(biased),
-            model,
-            {},
-            r"up to 7 and on average 6\.5 slots: .* with budgets=equal",
-        ),
-        (
-            biased,
-            model,
-            {"head_dim": 8},
-            "head_dim must be even and larger than the 8 of the cache, not 8",
-        ),
-        (biased, model, {"head_dim": 12, "drop_log_bias": True}, "keeps its log-bias"),
-        (cache, make_model("qwen2"), {}, "belongs to another model"),
-    ):
-        with pytest.raises(InputError, match=message):
-            plain_prefix(wrong, owner, **options)
     dropped = plain_prefix(biased, model, drop_log_bias=True)
     expected = our_logits(model, cache, suffix)
     assert dropped.metadata["log_bias"] == "dropped"
@@ -152,33 +132,3 @@ def test_what_a_plain_prefix_cannot_hold_is_rejected_and_a_log_bias_dropped_only
         stock_logits(model, dropped.layers, suffix, 7), expected, atol=1e-4, rtol=1e-4
     )
     assert not torch.allclose(our_logits(model, biased, suffix), expected, atol=1e-2)
-
-
-def test_models_whose_keys_cannot_be_rotated_and_wrong_rotations_are_rejected_by_name():
-    factors = {
-        "short_factor": [1.0] * 4,
-        "long_factor": [2.0] * 4,
-        "original_max_position_embeddings": 64,
-    }
-    for kind, options, message in (
-        (
-            "opt",
-            {"ffn_dim": 48, "word_embed_proj_dim": 32},
-            "OPTForCausalLM has no rotary position embedding",
-        ),
-        ("llama", rope("dynamic", factor=4.0), "'dynamic' depend on the length of the text"),
-        ("phi3", rope("longrope", **factors), "'longrope' depend on the length of the text"),
-    ):
-        with pytest.raises(InputError, match=message):
-            KeyRotation(make_model(kind, options), -23)
-    model = make_model()
-    attention = model.model.layers[1].self_attn
-
-    class Rolled(type(attention)):
-        def forward(self, *args, position_embeddings, **kwargs):
-            rolled = [x.roll(1, -1) for x in position_embeddings]
-            return super().forward(*args, position_embeddings=rolled, **kwargs)
-
-    attention.__class__ = Rolled
-    with pytest.raises(InputError, match="keys of its layers do not rotate with their position"):
-        KeyRotation(model, -23)

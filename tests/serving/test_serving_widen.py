@@ -7,9 +7,8 @@ from evicted_caches import LLAMA3, evicted, ids, make_model, our_logits, ragged,
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvcat.cache import cache_argument
-from kvcat.errors import InputError
 from kvcat.models import save
-from kvcat.serving import export_prefix, read_prefix, widen, write_gguf
+from kvcat.serving import export_prefix, read_prefix, widen
 from kvcat.serving.widen import UNSEEN
 
 YARN = {"factor": 8.0, "original_max_position_embeddings": 32, "attention_factor": 1.7}
@@ -86,41 +85,3 @@ def test_stock_transformers_answers_from_a_cache_with_log_bias(tmp_path, kind, o
     for keys, _ in layers:
         keys[:, :, 4][keys[:, :, 4] > UNSEEN] = 0.0
     assert not torch.allclose(answers(wide, layers, suffix), wanted, atol=1e-2)
-
-
-def test_what_cannot_be_widened_is_rejected_by_name():
-    for kind, options, head_dim, message in (
-        (
-            "qwen3",
-            {"head_dim": 8},
-            12,
-            "Qwen3ForCausalLM cannot be widened; what can: llama, .*pack without widening",
-        ),
-        ("mistral", {"sliding_window": 16}, 12, "its sliding windows would lose the slots"),
-        ("llama", rope("dynamic", factor=4.0), 12, "'dynamic' depend on the length of the text"),
-        ("llama", {}, 8, "head_dim must be even and larger than the model's 8, not 8"),
-        ("llama", {}, 11, "head_dim must be even"),
-        (
-            "llama",
-            {},
-            10**8,
-            "a head_dim of 100000000 is too large: above 77 the rotary base 10000",
-        ),
-    ):
-        with pytest.raises(InputError, match=message):
-            widen(make_model(kind, options), head_dim)
-
-
-def test_prefixes_that_no_engine_accepts_are_rejected(tmp_path):
-    model = make_model()
-    cache = evicted(model, ids(1, 30), (7, 3), log_bias=True)
-    path = tmp_path / "p"
-    for made, options, message in (
-        (cache, {"drop_log_bias": True}, "equally many slots in every layer"),
-        (evicted(model, ids(2, 30)), {}, "must hold one example"),
-    ):
-        export_prefix(made, model, path, **options)
-        with pytest.raises(InputError, match=message):
-            read_prefix(path)
-    with pytest.raises(InputError, match="not a widened checkpoint"):
-        write_gguf(model, tmp_path / "m.gguf")

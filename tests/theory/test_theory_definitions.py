@@ -84,34 +84,3 @@ def test_a_table_holds_what_its_function_says():
         (d.mean(4, 3), [3, 0], [1.5]),
     ):
         assert table(torch.tensor(tokens)).tolist() == value
-
-
-def test_what_does_not_fit_is_rejected():
-    model = random_model()
-    both = (d.keep_all,) * 2
-    cache = d.prefix_cache(model, torch.tensor([0]))
-    for mistake, message in (
-        (
-            lambda: d.compressibility(model, both, lambda n: 1),
-            r"1 slots for 2 tokens, the policy gave \[2\]",
-        ),
-        (
-            lambda: d.compress((d.keep_all, lambda k, v: (k / 0, v)), cache),
-            "block 2 are not finite",
-        ),
-        (
-            lambda: d.compress((d.keep_all, lambda k, v: (k, v / 0)), cache),
-            "block 2 are not finite",
-        ),
-        (lambda: model(torch.zeros(6, dtype=torch.int64)), "sequences have 1 to 5"),
-        (lambda: model(torch.tensor([3])), "symbols must lie in 0 to 2"),
-        (
-            lambda: d.compressibility(model, both, lambda n: 2 * n),
-            "for 1 tokens must lie in 0 to 1, got 2",
-        ),
-        (lambda: d.compressibility(model, both, lambda n: n, prefixes=[]), "no prefix to look at"),
-        (lambda: d.tabulate(lambda rows, _: rows.sum(-1) / 0, 2, 2), "length 1 needs a finite"),
-        (lambda: d.parity(2, 3)(torch.zeros(4, dtype=torch.int64)), "1 to 3 symbols, not 4"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mistake()

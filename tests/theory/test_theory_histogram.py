@@ -70,11 +70,3 @@ def test_both_constructions_have_one_architecture_and_differ_in_the_last_map_and
     rows = differing_rows(first, second)
     assert set(rows) <= {"block 2 W_O", "block 2 W_1", "block 2 b_1", "block 2 W_2"}
     assert rows["block 2 W_O"] == tuple(range(3 * num_symbols, 4 * num_symbols))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"), [((1, 4), "2 symbols, got 1"), ((2, 1), "N >= 2, got 1")]
-)
-def test_what_cannot_be_constructed_is_rejected(arguments, message):
-    with pytest.raises(ValueError, match=message):
-        h.incompressible_histogram(*arguments)

@@ -120,13 +120,3 @@ def test_at_the_last_prefix_length_the_bound_falls_as_the_square_of_n_but_the_op
     assert slotted.definition_optimum[0] == pytest.approx(
         slotted.definition_optimum[1], rel=CONVERGED
     )
-
-
-def test_arguments_outside_their_range_are_rejected():
-    for mistake, message in (
-        (lambda: optimal_error(2, 3, 1, 0), "1 slot at least, got 2 and 0"),
-        (lambda: joint_optimum(torch.tensor([3, 0]), 1, 4), "slots must lie in 0 to 3, got 4"),
-        (lambda: paper_bound(3, 0, 1), "lengths 3 and 0"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            mistake()

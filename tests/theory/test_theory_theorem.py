@@ -4,8 +4,6 @@ what a cache can do.
 A sum of K products of size s is rounded by at most K s 2^-52; the tolerances are such bounds.
 """
 
-import math
-
 import pytest
 import torch
 
@@ -68,19 +66,9 @@ def test_caches_of_any_sum_and_those_that_balance_both_alarms_err_by_the_certifi
                 assert float(errors.max()) >= bound * (1 - 1e-9) >= 2.2
 
 
-def test_two_tokens_suffice_with_an_empty_cache_and_wrong_arguments_are_rejected():
-    for constant in (0.0, -1.0, math.inf, math.nan):
-        with pytest.raises(ValueError, match=r"must be (larger than 0|a finite number)"):
-            t.incompressible_network(d.parity(2, 3), constant=constant)
-    with pytest.raises(ValueError, match="the table has N = 1"):
-        t.compressible_network(d.parity(2, 1))
+def test_two_tokens_suffice_with_an_empty_cache():
     network = t.incompressible_network(d.parity(2, 2), constant=1.0)
     assert t.certified_bounds(network, lambda n: 0).bound.min() > 1.0
-    with pytest.raises(ValueError, match="keeps all of every prefix of 1 to 1 tokens"):
-        t.certified_bounds(network, lambda n: 1)
-    network = t.incompressible_network(d.parity(2, 3), constant=1.0)
-    with pytest.raises(ValueError, match="got n = 2, k = 1, r = 2"):
-        t.certified_bound(network, 2, 1, 2)
 
 
 @pytest.mark.parametrize("constant", [0.1, 100.0])

@@ -28,7 +28,7 @@ MISTAKES = {
     "broken: SafetensorError": {"model": "broken"},
     "fewer than one sequence of 32": {"data": "2 of 1"},
     "too few documents (1)": {"data": "1 of 90"},
-    "seq_len 257 exceeds the model's 256 positions": {"seq_len": 257},
+    "seq_len: 257 tokens exceed the model's 256 positions": {"seq_len": 257},
     "group start 2": {"group_starts": (0, 2)},
     "device is 'cuda:99'": {"device": "cuda:99"},
     "[tensorboard]'": {"monitor": "tensorboard"},

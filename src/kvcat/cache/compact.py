@@ -471,6 +471,7 @@ class CompactCache:
         if self.has_log_bias or not self.is_uniform or packed:
             enable(model)
         windows = layer_windows(model.config)
+        # fingerprints are not compared here: a model with fewer layers would leave slots out
         if len(windows) != len(self.layers) + len(self.states):
             raise InputError(
                 f"a cache of {len(self.layers) + len(self.states)} layers does not fit the "

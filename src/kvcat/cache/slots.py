@@ -340,6 +340,7 @@ def _layer(flat: dict[str, Tensor], counts: Int[Tensor, "batch kv_heads"]) -> La
 
 def repeated(states: Tensor, batch: int) -> Tensor:
     """Every row as often as a batch needs it."""
+    # a forward may have other rows than those that ``inputs`` was made for
     if batch % len(states):
         raise InputError(f"a cache of {len(states)} examples cannot serve a batch of {batch}")
     return states if batch == len(states) else states.repeat_interleave(batch // len(states), dim=0)

@@ -6,7 +6,6 @@ import sys
 from kvcat import option_types as opt
 from kvcat.cli import early
 from kvcat.cli.options import check_output
-from kvcat.errors import InputError
 
 
 def budgets(
@@ -47,11 +46,9 @@ def budgets(
     random.Random(seed).shuffle(files)
 
     from kvcat.compress.calibration import calibrate_on, excerpts
-    from kvcat.models import load, load_tokenizer, positions_of, read_config
+    from kvcat.models import check_length, load, load_tokenizer, read_config
 
-    positions = positions_of(read_config(model))
-    if tokens > positions:
-        raise InputError(f"--tokens is {tokens}; the model has {positions} positions")
+    check_length("--tokens", tokens, read_config(model))
     sample = excerpts(
         load_tokenizer(model),
         (document.text for document in read_corpus(files)),

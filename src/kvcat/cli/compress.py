@@ -57,10 +57,7 @@ def compress(
     """
     document = _read_text(text)
     if protect_text is not None:
-        passage = _read_text(protect_text).strip()
-        if passage not in document:
-            raise InputError(f"the text of {protect_text} is not in the document")
-        settings = replace(settings, passages=(passage,))
+        settings = replace(settings, passages=(_read_text(protect_text).strip(),))
     sources = [text, protect_text, model, *budget_files(settings.method)]
     check_output(output, overwrite=overwrite, sources=sources)
     early.check_method(settings.method)

@@ -289,8 +289,6 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
         InputError: as there.
     """
     path = Path(path).expanduser()
-    if not path.is_file():
-        raise InputError(f"no file of budgets {path}")
     status = path.stat()
     return _load(path.resolve(), (status.st_mtime_ns, status.st_size, status.st_ino))
 

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from kvcat.attention import check_not_wrapped
 from kvcat.cache import (
     CacheRecord,
     CompactCache,
@@ -27,7 +26,7 @@ from kvcat.compress.prefix import clipped
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_in, check_kind, whole
-from kvcat.models import capture, frozen, positions_of
+from kvcat.models import capture, check_length, frozen
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import NUM_FIRST, SEAM_TOKENS
 from kvcat.types import Int, Tensor
@@ -63,11 +62,7 @@ def compose(
             slots.
     """
     _check(model, caches, seam_tokens)
-    if len(caches) > 1 and any(cache.states for cache in caches):
-        raise InputError(
-            f"{type(model).__name__}: layers with a sliding window shorter than the document or "
-            "with a recurrent state keep the state of one document: compress them as one text"
-        )
+    check_states(model, caches)
     if refit is not None:
         _check_refit(refit, caches)
     if len(caches) == 1:
@@ -119,7 +114,7 @@ def append(
     if len(input_ids) != cache.batch_size:
         raise InputError(f"{len(input_ids)} rows of tokens for {cache.batch_size} examples")
     num_tokens = cache.num_tokens + input_ids.shape[1]
-    _check_positions(model, num_tokens)
+    check_length("the document and the text after it", num_tokens, model.config)
     added, states = _encoded(model, cache, input_ids)
     pairs = zip(_heads_of_layers(cache), added, strict=True)
     layers = [_joined([held, new]) for held, new in pairs]
@@ -311,7 +306,6 @@ def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> FirstSl
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
     """Raise an ``InputError`` for caches that cannot be composed."""
-    check_not_wrapped(model)
     check_kind(Sequence, "a sequence of CompactCaches", caches=caches)
     if not caches:
         raise InputError("no caches to compose: give at least one")
@@ -328,16 +322,31 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
             _check_later(cache, seam_tokens, number)
     if len(caches) > 1:
         KeyRotation(model, 0)  # rejects a model whose keys cannot be rotated
-        _check_positions(model, sum(cache.num_tokens for cache in caches))
+        num_tokens = sum(cache.num_tokens for cache in caches)
+        check_length(f"{len(caches)} documents", num_tokens, model.config)
 
 
-def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
-    """Raise an ``InputError`` for a cache that cannot follow another one."""
-    if cache.record.chat:
+def check_states(model: PreTrainedModel, caches: Sequence[CompactCache]) -> None:
+    """Raise an ``InputError`` for several caches of which a layer can have one alone."""
+    if len(caches) > 1 and any(cache.states for cache in caches):
+        raise InputError(
+            f"{type(model).__name__}: layers with a sliding window shorter than the document or "
+            "with a recurrent state keep the state of one document: compress them as one text"
+        )
+
+
+def check_turn(number: int, *, opens_turn: bool | None) -> None:
+    """Raise an ``InputError`` if a document after the first one opens a turn."""
+    if number > 1 and opens_turn:
         raise InputError(
             f"document {number} opens a turn of the chat template: compress all documents but the "
             "first without --chat"
         )
+
+
+def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
+    """Raise an ``InputError`` for a cache that cannot follow another one."""
+    check_turn(number, opens_turn=cache.record.chat)
     num_seam = min(seam_tokens, cache.num_tokens)
     num_recorded = len(cache.record.first_ids[0]) if cache.record.first_ids else 0
     if num_recorded < num_seam:
@@ -366,11 +375,3 @@ def _check_refit(refit: Trace, caches: Sequence[CompactCache]) -> None:
         stop = start + cache.num_tokens
         cache.check_document(refit.input_ids[:, start:stop], f"document {number}, to refit,")
         start = stop
-
-
-def _check_positions(model: PreTrainedModel, num_tokens: int) -> None:
-    most = positions_of(model.config)
-    if num_tokens > most:
-        raise InputError(
-            f"{num_tokens} tokens exceed the {most} positions of {type(model).__name__}"
-        )

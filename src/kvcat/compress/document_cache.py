@@ -139,10 +139,7 @@ def document_compressor(settings: CacheSettings) -> Compressor:
     """
     name, options = settings.method_options()
     compressor = seeded_compressor(name, options, settings.seed)
-    if settings.supervision == "self" and compressor.needs_predictions:
-        raise InputError(
-            f"{name} needs supervision reconstruction: the document alone leaves nothing to predict"
-        )
+    settings.check_learner(name if compressor.needs_predictions else None)
     if isinstance(settings, DocumentSettings) and settings.has_protection:
         compressor.check_protects()
     return compressor

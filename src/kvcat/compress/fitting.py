@@ -16,6 +16,7 @@ from kvcat.types import Float, Tensor
 
 BOUNDS = (-3.0, 3.0)
 PULL = 0.15  # of the log-bias, relative to the usual column
+RIDGE = 0.05  # of the values
 
 
 def fit_segments(
@@ -73,7 +74,7 @@ def match_attention(
     num_slots: int,
     *,
     num_iters: int | None = None,
-    ridge: float | None = 0.05,
+    ridge: float | None = RIDGE,
     log_bias: bool = True,
     bits: int | None = None,
 ) -> HeadSlots:
@@ -144,7 +145,7 @@ def fit_to_dense(
     slot_values: Float[Tensor, "heads slots value_dim"],
     *,
     num_iters: int | None = None,
-    ridge: float | None = 0.05,
+    ridge: float | None = RIDGE,
     log_bias: bool = True,
 ) -> tuple[
     Float[Tensor, "heads slots"],

@@ -13,7 +13,6 @@ import torch
 from tqdm.auto import tqdm
 from transformers import Cache, PreTrainedModel
 
-from kvcat.attention import check_not_wrapped
 from kvcat.cache import rope_factors
 from kvcat.compress.queries import own_queries
 from kvcat.compress.query_set import QuerySet
@@ -80,7 +79,6 @@ def trace_in_parts(
         part_tokens: most tokens of a part.
         on_read: called when the text was read, before it is repeated.
     """
-    check_not_wrapped(model)
     prefix_len = sequence.prefix_len
     expected_len = prefix_len + (room or 0)
     text = TracedText(

@@ -1,6 +1,5 @@
 """Arguments and names that kvpress expects of transformers, and that newer versions dropped."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -9,11 +8,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedConfig
 
 from kvcat.cache import CACHE_NAME
-from kvcat.errors import InputError
 from kvcat.hub import BASE_NAME, SMOLLM2, local_folder
-from kvcat.models import positions_of
+from kvcat.models import check_length
 
 _OLD_NAME = "past_key_values"  # name of a cache before transformers 5.24, and in kvpress
 
@@ -27,7 +26,7 @@ def as_kvpress_expects(model: Any, attentions: list[Any], eager: bool) -> Iterat
     """
     modules: list[nn.Module] = [model, model.get_submodule("model"), *attentions]
     names_before = [set(vars(module)) | set(module._modules) for module in modules]
-    with_position = partial(with_cache_position, num_positions=positions_of(model.config))
+    with_position = partial(with_cache_position, config=model.config)
     hooks = [
         attention.register_forward_pre_hook(with_position, with_kwargs=True)
         for attention in attentions
@@ -94,7 +93,7 @@ def _renamed(kwargs: dict[str, Any], before: str, after: str) -> dict[str, Any]:
 
 
 def with_cache_position(
-    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], num_positions: int = sys.maxsize
+    module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], config: PreTrainedConfig
 ) -> tuple[Any, dict[str, Any]]:
     """A hook before an attention layer that adds the positions of its tokens to the arguments.
 
@@ -104,10 +103,6 @@ def with_cache_position(
     states = kwargs["hidden_states"]
     start = kwargs[CACHE_NAME].get_seq_length(module.layer_idx)
     stop = start + states.shape[1]
-    if stop > num_positions:
-        raise InputError(
-            f"it repeats the prefix after itself, and {stop} tokens exceed the {num_positions} "
-            "positions of the model"
-        )
+    check_length("it repeats the prefix after itself", stop, config)
     positions = torch.arange(start, stop, device=states.device)
     return args, {"cache_position": positions, **kwargs}

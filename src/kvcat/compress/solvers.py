@@ -110,6 +110,7 @@ def fit_values(
 
     References: KV-CAT, appendix "Attention-Matching"; Zweiger et al. 2026, arXiv:2602.16284.
     """
+    # also here, for other compressors: a negative ridge gives values far from any minimum
     check_ridge(ridge)
     if towards is not None:
         product = weights @ towards

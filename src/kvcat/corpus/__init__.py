@@ -15,5 +15,5 @@ from kvcat.corpus.sources import (
     Corpus as Corpus, CorpusDocument as CorpusDocument, corpus_files as corpus_files,
     left_out as left_out, read_corpus as read_corpus,
 )
-from kvcat.corpus.store import CHAT_STORE as CHAT_STORE, Store as Store, check_store as check_store
+from kvcat.corpus.store import Store as Store, check_store as check_store
 # fmt: on

@@ -76,7 +76,8 @@ def encode_document(
         return EncodedDocument(document, problem=str(error))
     supervision = settings.supervision
     is_too_long = num_positions_in_parts(sequence, positions) > positions >= sequence.prefix_len
-    if is_too_long and settings.learner is None:
+    learns = settings.learner is not None or settings.compressor.needs_predictions
+    if is_too_long and not learns:
         supervision = "self"
     return EncodedDocument(document, sequence, supervision=supervision)
 

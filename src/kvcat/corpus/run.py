@@ -17,7 +17,7 @@ from kvcat.corpus.plan import CorpusSize, missing_in, planned_batches
 from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.store import StoreWriter, open_writer
-from kvcat.errors import InputError
+from kvcat.errors import check_shard
 from kvcat.models import model_name, positions_of
 
 
@@ -106,7 +106,8 @@ def fill_store(
         InputError: as ``compress_corpus``; nothing is written if model, settings or shard do not
             fit.
     """
-    check_shard(shard)
+    if shard is not None:
+        check_shard(*shard)
     settings.check_tokenizer(tokenizer)
     about = {"model": model_name(model), "fingerprint": fingerprint(model)}
     settings.check_model(about["fingerprint"], about["model"])
@@ -121,12 +122,6 @@ def fill_store(
         batches = planned_batches(corpus.documents(), encode, writer.has, shard)
         rows = ((batch, compressor(batch)) for batch in batches)
         return record_rows(writer, size, rows, show_progress=show_progress)
-
-
-def check_shard(shard: tuple[int, int] | None) -> None:
-    """Raise an ``InputError`` for a part that does not exist."""
-    if shard is not None and not 0 <= shard[0] < shard[1]:
-        raise InputError(f"shard {shard[0]} of {shard[1]}: shards are 0 to {shard[1] - 1}")
 
 
 def dtype_name(model: PreTrainedModel) -> str:

@@ -46,10 +46,8 @@ class CorpusSettings(CacheSettings):
 
     @property
     def learner(self) -> str | None:
-        """What needs the copy of a document that follows it in reconstruction, if anything."""
-        if self.check:
-            return "check"
-        return self.method if self.compressor.needs_predictions else None
+        """The setting that needs the copy of a document which follows it in reconstruction."""
+        return "check" if self.check else None
 
     def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
         """Raise an ``InputError`` if documents need a chat template that the tokenizer lacks."""

@@ -31,11 +31,6 @@ if TYPE_CHECKING:
     import pandas as pd
 
 SETTINGS = "store.json"
-CHAT_STORE = (
-    "the store was made with --chat, so that each of its documents begins with the chat template's "
-    "system part and opens a user's turn, which a prompt has once; make the store without --chat"
-)
-"""Why documents of such a store cannot follow one another."""
 _FORMAT = "kvcat-store-1"
 _SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
 # the entries of store.json besides its format
@@ -140,6 +135,15 @@ class Store:
                 "that writes the store has not finished"
             )
         return cache
+
+    def check_joined(self) -> None:
+        """Raise an ``InputError`` if its documents cannot follow one another in a prompt."""
+        if self.settings.get("chat"):
+            raise InputError(
+                "several documents cannot be joined: the store was made with --chat, so that each "
+                "of its documents begins with the chat template's system part and opens a user's "
+                "turn, which a prompt has once; make the store without --chat"
+            )
 
 
 class StoreWriter:

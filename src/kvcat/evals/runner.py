@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from kvcat.cache import CompactCache, fingerprint
 from kvcat.compress import Compressor, seeded_compressors
 from kvcat.compress.calibration import budget_digests
-from kvcat.errors import InputError, check_least, unknown_name
+from kvcat.errors import InputError, check_least, check_shard, unknown_name
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.evaluation import ReportFacts
 from kvcat.evals.records import ResultsFolder, Shard
@@ -180,10 +180,7 @@ class Plan:
                 NaN.
         """
         index, count = shard
-        if not 0 <= index < count:
-            raise InputError(
-                f"shard {index} of {count} does not exist; the first is 0, the last {count - 1}"
-            )
+        check_shard(index, count)
         batches = _batches(self.task, self.jobs, self.batch_size)[index::count]
         num_scores = len(models) * sum(batch.num_scores for batch in batches)
         begun = time.monotonic()

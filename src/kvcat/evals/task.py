@@ -135,14 +135,10 @@ def check_fits(
 
     ``what`` names the sequences, and ``largest`` is their largest token.
     """
-    from kvcat.models import positions_of
+    from kvcat.models import check_length
 
-    positions = positions_of(model.config)
+    check_length(f"model {label!r}, {what}", num_tokens, model.config)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
-    if num_tokens > positions:
-        raise InputError(
-            f"{what} of {num_tokens} tokens exceed the {positions} positions of model {label!r}"
-        )
     if largest >= vocab_size:
         raise InputError(
             f"token {largest} is outside the vocabulary of model {label!r}, {vocab_size} tokens"

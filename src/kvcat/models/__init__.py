@@ -18,7 +18,8 @@ from kvcat.models.output_head import (
 )
 from kvcat.models.self_test import self_test as self_test
 from kvcat.models.structure import (
-    attention_sinks as attention_sinks, decoder_layers as decoder_layers, frozen as frozen,
+    attention_sinks as attention_sinks, check_length as check_length,
+    decoder_layers as decoder_layers, frozen as frozen,
     hidden_states as hidden_states, model_name as model_name, output_gains as output_gains,
     positions_of as positions_of,
 )

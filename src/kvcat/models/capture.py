@@ -27,7 +27,7 @@ from kvcat.cache import (
     held_factors,
     rope_factors,
 )
-from kvcat.errors import InputError, check_least
+from kvcat.errors import InputError
 from kvcat.memory import CHUNK_TOKENS
 from kvcat.models.rounded import Rounded
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
@@ -102,7 +102,6 @@ def capture(
     """
     check_no_autocast(model.device)
     num_tokens = input_ids.shape[1]
-    check_least(1, chunk_tokens=chunk_tokens)
     chunk_tokens = int(chunk_tokens)  # torch takes no number of numpy
     check_token_ids(model, input_ids)
     enable(model)

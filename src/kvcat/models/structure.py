@@ -90,6 +90,13 @@ def positions_of(config: PreTrainedConfig) -> int:
     return getattr(text, "max_position_embeddings", None) or sys.maxsize
 
 
+def check_length(what: str, num_tokens: int, config: PreTrainedConfig) -> None:
+    """Raise an ``InputError`` if a sequence has more tokens than a model has positions."""
+    positions = positions_of(config)
+    if num_tokens > positions:
+        raise InputError(f"{what}: {num_tokens} tokens exceed the model's {positions} positions")
+
+
 def model_name(model: PreTrainedModel) -> str:
     """The model's Hub name, or the name of its folder; its class if it was not loaded."""
     name = model.config.name_or_path

@@ -19,7 +19,8 @@ from transformers import PreTrainedConfig
 
 from kvcat.cache import CompactCache, check_same_model, layer_windows
 from kvcat.cache.files import CACHE, read_tensors
-from kvcat.corpus import CHAT_STORE, Store
+from kvcat.compress.compose import check_turn
+from kvcat.corpus import Store
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.store import SETTINGS as STORE_SETTINGS
 from kvcat.errors import InputError
@@ -155,11 +156,7 @@ class Documents(ABC):
         if cache.batch_size != 1:
             raise InputError(f"document {name!r} holds {cache.batch_size} examples, not one")
         dtype = str(cache.dtype).removeprefix("torch.")
-        if cache.fingerprint != self.fingerprints(dtype):
-            raise InputError(
-                f"document {name!r} belongs to another model: it was made with "
-                f"{cache.record.model or 'unknown'}"
-            )
+        check_same_model(f"document {name!r}", cache.fingerprint, self.fingerprints(dtype))
         if any(not state.is_window for state in cache.states.values()):
             raise InputError(f"document {name!r} has recurrent states, which no engine reads")
         counts = {}
@@ -246,8 +243,7 @@ class DocumentStore(Documents):
 
     def check_joined(self) -> None:
         """Raise an ``InputError`` for a store whose documents all open a turn."""
-        if self.store.settings.get("chat"):
-            raise InputError(f"several documents cannot be joined: {CHAT_STORE}")
+        self.store.check_joined()
 
     def version(self, name: object) -> tuple[Any, ...]:
         """Checksum of the text, and of a local store also what a file's version is."""
@@ -325,12 +321,8 @@ def _joined(documents: Sequence[Document]) -> Document:
     Raises:
         InputError: a later document that opens a turn of the chat template.
     """
-    for number, document in enumerate(documents[1:], start=2):
-        if document.chat:
-            raise InputError(
-                f"document {number} opens a turn of the chat template: compress all documents but "
-                "the first without --chat"
-            )
+    for number, document in enumerate(documents, start=1):
+        check_turn(number, opens_turn=document.chat)
     counts = tuple(
         tuple(map(sum, zip(*of_layer, strict=True)))
         for of_layer in zip(*(document.counts for document in documents), strict=True)

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import CompactCache, check_same_model, fingerprint
 from kvcat.compress import compose
-from kvcat.corpus import CHAT_STORE, Store
+from kvcat.corpus import Store
 from kvcat.errors import InputError, check_least, one_line
 from kvcat.generate import (
     BATCH_ROWS,
@@ -117,8 +117,11 @@ class RecentDocuments:
                 cannot be composed.
         """
         documents = [(id, self._checksum(id)) for id in ids]
-        if len(ids) > 1 and self.store.settings.get("chat"):
-            raise RequestError(400, f"{len(ids)} documents cannot be joined: {CHAT_STORE}")
+        if len(ids) > 1:
+            try:
+                self.store.check_joined()
+            except InputError as error:
+                raise RequestError(400, str(error)) from None
         return self._find(documents)
 
     def _find(self, documents: Sequence[tuple[str, str]]) -> CompactCache:

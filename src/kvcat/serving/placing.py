@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from kvcat.cache import CompactCache, HeadGrid, HeadSlots, layer_windows
-from kvcat.compress.compose import slots_behind
+from kvcat.compress.compose import check_states, slots_behind
 from kvcat.errors import InputError
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.document_attention import DocumentLayer
@@ -107,11 +107,7 @@ def place(
         InputError: states of several documents, keys that cannot be rotated, or numbers that the
             dtype cannot hold.
     """
-    if len(caches) > 1 and any(cache.states for cache in caches):
-        raise InputError(
-            "layers with a sliding window shorter than the document keep the state of one "
-            "document: compress the documents as one text"
-        )
+    check_states(model, caches)
     sections: dict[int, list[HeadGrid]] = {}
     behind = sum(cache.num_tokens for cache in caches)  # tokens from a document's start to its end
     for number, cache in enumerate(caches):

@@ -15,7 +15,7 @@ from kvcat.data.token_files import is_token_folder
 from kvcat.errors import InputError
 from kvcat.extras import install_command
 from kvcat.memory import DEVICE_ELEMENTS, LOGIT_ELEMENTS
-from kvcat.models import parse_device, positions_of, read_config
+from kvcat.models import check_length, parse_device, read_config
 from kvcat.policies import check_group_starts, parse_policy
 from kvcat.training.config import TrainConfig, check_batch
 from kvcat.training.distributed import world_size
@@ -48,9 +48,7 @@ def check_request(config: TrainConfig) -> None:
         remedy = install_command(package)
         raise InputError(f"--monitor {package} needs the package {package}: {remedy}")
     text = read_config(config.model).get_text_config()
-    num_positions = positions_of(text)
-    if config.seq_len > num_positions:
-        raise InputError(f"seq_len {config.seq_len} exceeds the model's {num_positions} positions")
+    check_length("seq_len", config.seq_len, text)
     if config.policy != "control":
         parse_policy(config.policy)
     check_group_starts(text.num_hidden_layers, config.group_starts, config.num_groups)

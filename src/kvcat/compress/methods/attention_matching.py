@@ -18,7 +18,7 @@ from kvcat.compress.budgets import (
 )
 from kvcat.compress.calibration import load_budgets
 from kvcat.compress.drawn import DrawnHeads
-from kvcat.compress.fitting import fit_segments
+from kvcat.compress.fitting import RIDGE, fit_segments
 from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries, usual_own_weight
@@ -51,7 +51,7 @@ class _Options(Compressor):
     preset: str = field(default="stable", compare=False)
     num_queries: int | None = None
     num_iters: int | None = None
-    ridge: float | None = 0.05
+    ridge: float | None = RIDGE
     own_weight: float | None = None
     log_bias: bool = True
     budgets: str = "adaptive"
@@ -196,7 +196,7 @@ class AttentionMatching(_Options):
 
 def _check_budget_file(budgets: str) -> None:
     """Reject a text that is no way to allocate slots, and a file that holds no budgets."""
-    if not Path(budgets).expanduser().exists():
+    if not Path(budgets).expanduser().is_file():
         choices = ", ".join(BUDGETS)
         raise InputError(
             f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}"

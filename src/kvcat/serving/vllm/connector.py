@@ -310,9 +310,12 @@ class DocumentConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         name = (request.kv_transfer_params or {}).get(FIELD)
         salt = request.cache_salt or ""
         if name is None:
+            # also for requests that did not come by HTTP: with a document's salt, vLLM would give
+            # this prompt pages whose keys attended to the document
             if salt.startswith(SALT):
                 raise InputError(f"cache_salt begins with {SALT!r} and no document is named")
             return None
+        # the document's keys and values are those of the model without the adapter
         if request.lora_request is not None:
             raise InputError(NO_ADAPTERS)
         document = self.documents.find(name)
