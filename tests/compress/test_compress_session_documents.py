@@ -12,6 +12,7 @@ from kvcat.cache import CompactCache
 from kvcat.compress import AttentionMatching, Eviction, replay, trace
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
+from kvcat.compress.sessions.repetition import fitted_also_to
 from kvcat.generate import Sampling
 from tiny import byte_tokenizer, loud_model, refusal, sentences
 
@@ -178,7 +179,7 @@ def test_what_queries_give_to_a_document_is_attention_elsewhere(model, tokenizer
     session = make(model, tokenizer, of_document(model, "all slots"), budget=100)
     session.append(TOKENS[:50])
     traced = session._state.trace(model, session._fingerprint, 8)
-    (tail, _) = fitted_queries(Prefix.of(traced), None, by_share=True)
+    (tail, _) = fitted_queries(Prefix.of(fitted_also_to(traced, ())), None, by_share=True)
     attention = eager_attention(model, torch.cat([DOCUMENT, TOKENS[:50]]).unsqueeze(0))
     for layer, elsewhere in enumerate(tail.log_elsewhere):
         keys = traced.layers[layer].slots.keys.repeat_interleave(2, 1)
@@ -198,7 +199,7 @@ def test_log_bias_and_unequal_heads_of_a_document_count_in_the_attention_elsewhe
     session = make(model, tokenizer, cache, budget=100)
     session.append(TOKENS[:50])
     traced = session._state.trace(model, session._fingerprint, 8)
-    (tail, _) = fitted_queries(Prefix.of(traced), None, by_share=True)
+    (tail, _) = fitted_queries(Prefix.of(fitted_also_to(traced, ())), None, by_share=True)
     for layer, elsewhere in enumerate(tail.log_elsewhere):
         of_trace = traced.layers[layer]
         for head in range(4):
@@ -435,7 +436,7 @@ def test_a_question_without_positions_leaves_the_session_as_it_was(model, tokeni
     assert "positions" in refusal(session.ask, "the cat " * 600, Sampling(max_new_tokens=4))
     left = 1024 - LENGTH - session.num_tokens
     message = refusal(session.append, TOKENS.repeat(10)[: left + 1])
-    assert message.endswith("exceed the 1024 positions of LlamaForCausalLM")
+    assert message.endswith("exceed the model's 1024 positions")
     session.append(TOKENS.repeat(10)[: left - 3])
     session.append(TOKENS[:1])
     before = session.ids

@@ -515,7 +515,7 @@ def test_more_protected_tokens_than_the_budget_holds_are_rejected_and_nothing_ch
     assert (session.num_tokens, session.protect) == (30, ())
     assert torch.equal(session.next_logits, before)
     message = refusal(session.append, [3] * 300)
-    assert "exceed the 256 positions" in message
+    assert "exceed the model's 256 positions" in message
     assert session.num_tokens == 30
 
 

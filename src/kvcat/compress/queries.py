@@ -88,7 +88,7 @@ def supervising_sets(trace: Trace, *, has_moved: bool) -> list[QuerySet]:
 
 
 def with_text(queries: QuerySet, trace: Trace) -> QuerySet:
-    """Queries of the text after the prefix, where this text is elsewhere, as far as each sees it."""
+    """Queries of the text after the prefix, with the mass of this text, as far as each sees it."""
     keys = [layer.suffix_keys for layer in trace.layers]
     last_seen = queries.positions - trace.prefix_len
     masses = queries.log_masses(trace.layer_numbers, trace.scales, keys, last_seen)

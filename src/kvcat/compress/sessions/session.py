@@ -45,7 +45,7 @@ from kvcat.generate import (
     end_tokens,
     generate,
 )
-from kvcat.models import logits_from_hidden, positions_of
+from kvcat.models import check_length, logits_from_hidden, positions_of
 from kvcat.text.encoder import TextEncoder
 from kvcat.text.turns import Turns
 from kvcat.types import Float, Int, Tensor
@@ -568,7 +568,7 @@ class Session:
         protect = clipped(self.protect, 0, whole.prefix_len)
         trace = placed_after(protecting(whole, protect))
         repeated = self._repeated(trace)
-        fitted = fitted_also_to(trace, repeated)
+        fitted = fitted_also_to(trace, repeated) if self._compressor.fits_queries else trace
         try:
             compact = self._compressor(fitted, num_slots=min(num_slots, trace.prefix_len))
         except torch.linalg.LinAlgError as error:  # of a file with absurd numbers
@@ -663,13 +663,8 @@ class Session:
             )
 
     def _check_positions(self, num_new: int) -> None:
-        positions = positions_of(self.model.config)
         num_held = self.num_tokens + (0 if self.document is None else self.document.num_tokens)
-        if num_held + num_new > positions:
-            raise InputError(
-                f"{num_held} tokens and {num_new} new ones exceed the {positions} positions of "
-                f"{type(self.model).__name__}"
-            )
+        check_length("the conversation", num_held + num_new, self.model.config)
 
     def _hold_lock(self, path: Path) -> None:
         """Lock a session's file, and release the lock on another one."""
