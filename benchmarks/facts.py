@@ -17,19 +17,25 @@ do not become part of the conversation.
     repeated      the default with a repetition of the whole conversation, in as many slots
     truncated     the template's opening and the last tokens, as many as these slots
 
+    python benchmarks/facts.py --collect OUT    # adds the records to those kept
+    python benchmarks/facts.py --write          # docs/conversations.md from records
+    python benchmarks/facts.py --check          # exit code 1 if it is different
+
 Intervals are Wilson's with a design effect for the questions of one conversation. Every answer is
 written to --out when it is made; the same command continues an interrupted run.
 """
 
 import argparse
-import platform
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import torch
+from leaderboard import RECORDS, ROOT, add_to_table, wrapped, write_or_check
 from named_models import NamedModel, add_record_options, for_each_model
 from questions import DIGITS, LINE, NAMES, right, share
 from tqdm import tqdm
@@ -42,10 +48,15 @@ from kvcat.compress.documents import INSTRUCTION, sequence_trace
 from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, filler_lines, number, shuffled
-from kvcat.files import append_jsonl
+from kvcat.files import append_jsonl, read_json, read_jsonl, write_json
+from kvcat.provenance import provenance
 from kvcat.text.template import chat_parts
 
 ANSWER = "Noted."
+ABOUT = ("model", "document", "condition", "turns", "tokens", "slots", "compactions")
+KEY = ["model", "document", "condition", "turns", "stated"]
+PAGE = ROOT / "docs" / "conversations.md"
+REPEATED = "repeated"
 QUESTION = "What is the phone number of {}?"
 SESSION = "session"
 SESSIONS: dict[str, dict[str, Any]] = {
@@ -55,7 +66,13 @@ SESSIONS: dict[str, dict[str, Any]] = {
     "streaming": {"method": "streaming"},
 }
 ONE_SHOT = ("attention-matching", "h2o", "snapkv")
-REPEATED = "repeated"
+LABELS = {
+    "dense": "whole conversation",
+    REPEATED: "one compression, with a repetition",
+    "streaming": "StreamingLLM",
+    "h2o": "H2O, read again",
+    "snapkv": "SnapKV, read again",
+}
 OTHERS = ("dense", REPEATED, *ONE_SHOT, "truncated")
 
 
@@ -193,23 +210,36 @@ def records_of(
                 }
 
 
-def report(records: Sequence[dict[str, Any]]) -> None:
-    """Markdown: percent of right answers by condition and number of turns, and by age of the fact
-    after the most turns."""
-    rows = [
-        {**record, "stated": turn, "right": float(right(answer, code))}
+def rows_of(records: Sequence[dict[str, Any]]) -> pd.DataFrame:
+    """A row for each answer."""
+    return pd.DataFrame(
+        {
+            **{name: record[name] for name in ABOUT},
+            "stated": turn,
+            "asked": code,
+            "answer": answer,
+        }
         for record in records
         for turn, (answer, (_, code)) in enumerate(
             zip(record["answers"], record["asked"], strict=True), start=1
         )
-    ]
-    frame = pd.DataFrame(rows)
+    )
+
+
+def tables(rows: pd.DataFrame) -> list[str]:
+    """Markdown: percent of right answers by condition and number of turns, and by age of the fact
+    after the most turns."""
+    marks = map(right, rows["answer"], rows["asked"])
+    frame = rows.assign(right=[float(mark) for mark in marks])
     turns = sorted(frame.turns.unique())
     order = ["dense", *SESSIONS, *OTHERS[1:]]
     means = frame.groupby("turns")[["tokens", "compactions"]].mean()
-    print("\n| turns | " + " | ".join(map(str, turns)) + " |")
-    print("|---" * (len(turns) + 1) + "|")
-    print("| tokens | " + " | ".join(f"{means.tokens[turn]:.0f}" for turn in turns) + " |")
+    lines = [
+        "| turns | " + " | ".join(map(str, turns)) + " |",
+        "|---" * (len(turns) + 1) + "|",
+        "| tokens | " + " | ".join(f"{means.tokens[turn]:.0f}" for turn in turns) + " |",
+        "| compactions | " + " | ".join(f"{means.compactions[turn]:.0f}" for turn in turns) + " |",
+    ]
     for name in order:
         group = frame[frame.condition == name]
         if group.empty:
@@ -220,20 +250,51 @@ def report(records: Sequence[dict[str, Any]]) -> None:
             asked = group[group.turns == turn]
             reference = None if session is None else session[session.turns == turn]
             cells.append("" if asked.empty else share(asked, reference))
-        print(f"| {name} | " + " | ".join(cells) + " |")
+        lines.append(f"| {LABELS.get(name, name)} | " + " | ".join(cells) + " |")
     most = frame[frame.turns == turns[-1]].copy()
     most["age"] = pd.cut(
         most.turns - most.stated, [-1, 4, 9, 19, 29]
     ).cat.remove_unused_categories()
     ages = list(most.age.cat.categories)
-    print(f"\nafter {turns[-1]} turns, stated so many turns before\n")
-    print("| | " + " | ".join(f"{age.left + 1:.0f} to {age.right:.0f}" for age in ages) + " |")
-    print("|---" * (len(ages) + 1) + "|")
+    lines += ["", f"After {turns[-1]} turns, facts stated so many turns before:", ""]
+    lines.append(
+        "| | " + " | ".join(f"{age.left + 1:.0f} to {age.right:.0f}" for age in ages) + " |"
+    )
+    lines.append("|---" * (len(ages) + 1) + "|")
     for name in order:
         group = most[most.condition == name]
         if group.empty:
             continue
-        print(f"| {name} | " + " | ".join(share(group[group.age == age]) for age in ages) + " |")
+        cells = [share(group[group.age == age]) for age in ages]
+        lines.append(f"| {LABELS.get(name, name)} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def put_away(options: argparse.Namespace) -> None:
+    """Add the records of a measurement to those that are kept, and how they were made."""
+    rows = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
+    rows = add_to_table("facts", rows, KEY)
+    command = f"python benchmarks/facts.py --budget {options.budget} --conversations "
+    command += f"{rows['document'].nunique()} --turns {' '.join(map(str, rows['turns'].unique()))}"
+    command += f" --conditions {' '.join(map(shlex.quote, rows['condition'].unique()))}"
+    facts = {"command": f"{command} --out FILE", "date": options.date}
+    write_json(RECORDS / "facts.json", provenance() | facts)
+
+
+def page_table() -> str:
+    """The tables of the records that are kept, and how they were made."""
+    texts = dict.fromkeys(["asked", "answer"], str)
+    rows = pd.read_csv(RECORDS / "facts.csv.gz", dtype=texts, keep_default_na=False)
+    facts = read_json(RECORDS / "facts.json")
+    about = (
+        f"Made by `{facts['command']}`, {facts['date']}, torch {facts['torch']}, {facts['cpu']}. "
+        "Per cent of right answers with 95 % intervals over conversations; p is of the difference "
+        "to the session."
+    )
+    lines = [wrapped(about)]
+    for model, of_model in rows.groupby("model", sort=False):
+        lines += ["", f"**{model}**", "", *tables(of_model)]
+    return "\n".join(lines)
 
 
 def run(named: NamedModel, options: argparse.Namespace) -> None:
@@ -247,8 +308,7 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
             record = {"model": named.label, **made}
             append_jsonl(options.out, record)
             records.append(record)
-    print(f"\n{named.label}: {platform.machine()}, torch {torch.__version__}")
-    report(records)
+    print("\n".join(tables(rows_of(records))))
 
 
 def main() -> None:
@@ -256,7 +316,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_record_options(parser)
+    add_record_options(parser, required=False)
     parser.add_argument("--turns", type=int, nargs="+", default=[5, 10, 20, 30])
     parser.add_argument("--conversations", type=int, default=4)
     parser.add_argument("--sentences", type=int, default=3, help="neutral ones in a turn")
@@ -265,7 +325,17 @@ def main() -> None:
     parser.add_argument("--conditions", nargs="+", choices=every, default=every, metavar="NAME")
     parser.add_argument("--tail", type=int, default=64)
     parser.add_argument("--seed", default="test", help="of the conversations")
-    for_each_model(parser.parse_args(), run)
+    parser.add_argument("--collect", nargs="+", type=Path, metavar="OUT", help="records to add")
+    parser.add_argument("--date", default="", help="of the measurement, for the page")
+    parser.add_argument("--write", action="store_true", help="the page's tables")
+    parser.add_argument("--check", action="store_true", help="compare them with the records")
+    options = parser.parse_args()
+    if options.out is not None:
+        for_each_model(options, run)
+    if options.collect:
+        put_away(options)
+    if options.write or options.check:
+        write_or_check(PAGE, {"facts": page_table()}, options)
 
 
 if __name__ == "__main__":
