@@ -256,6 +256,8 @@ def test_queries_kept_of_a_repetition_count_like_those_of_the_last_one(double, w
     torch.testing.assert_close(squares[0], torch.ones(16))
     torch.testing.assert_close(squares[1], torch.full([8], 4.0))  # each for four tokens
     torch.testing.assert_close(squares[2], torch.ones(16))
+    without_own = fitted_queries(Prefix.of(new), 0.0, by_share=True)
+    assert [each.weights.tolist() for each in without_own] == [[1.0] * 16, [2.0] * 8]
     # peaks are the largest attention of both, from where they are
     batch = Heads(Prefix.of(new), fitted).load([(1, 0, 0)])
     scores = batch.scores(slice(0, 2 * 24))

@@ -48,15 +48,15 @@ def fitted_queries(prefix: Prefix, own_weight: float | None, *, by_share: bool) 
     trace = prefix.trace
     if own_weight is None:
         own_weight = usual_own_weight(trace)
-    moved = moved_sets(trace) if own_weight else []
-    supervising = supervising_sets(trace, has_moved=bool(moved))
+    moved = moved_sets(trace) if own_weight or trace.sources else []
+    kept = [each for each in moved if each.log_mass and trace.is_repeated]
+    of_prefix = moved[len(kept) :] if own_weight else []
+    supervising = supervising_sets(trace, has_moved=bool(of_prefix))
     if supervising:
         # errors are weighted before they are squared
         total = torch.cat([each.weights for each in supervising]).square().sum()
-        kept = [each for each in moved if each.log_mass and trace.is_repeated]
-        of_prefix = moved[len(kept) :]
-        moved = [*kept, *_weighing(of_prefix, own_weight * float(total))]
-    sets = [*supervising, *moved]
+        of_prefix = _weighing(of_prefix, own_weight * float(total))
+    sets = [*supervising, *kept, *of_prefix]
     if by_share:
         sets = [_with_sinks(each, trace) for each in sets]
     else:
