@@ -140,12 +140,14 @@ def read_until(terminal, wanted, seconds=120):
 def interrupted(command, terminal):
     """What a terminal shows from Ctrl-C to the next prompt."""
     shown = ""
-    for _ in range(10):
+    for _ in range(60):
         # between the prompt and Python's read of the line, and where Python frees an object, a
         # signal is lost: then a person presses again
         command.send_signal(signal.SIGINT)
-        deadline = time.monotonic() + 3
-        while select.select([terminal], [], [], max(0, deadline - time.monotonic()))[0]:
+        deadline = time.monotonic() + 0.5
+        while (left := deadline - time.monotonic()) > 0 and select.select([terminal], [], [], left)[
+            0
+        ]:
             shown += os.read(terminal, 4096).decode()
             if "\r\n> " in shown:
                 return shown
