@@ -145,9 +145,9 @@ def interrupted(command, terminal):
         # signal is lost: then a person presses again
         command.send_signal(signal.SIGINT)
         deadline = time.monotonic() + 0.5
-        while (left := deadline - time.monotonic()) > 0 and select.select([terminal], [], [], left)[
-            0
-        ]:
+        while time.monotonic() < deadline:
+            if not select.select([terminal], [], [], 0.1)[0]:
+                continue
             shown += os.read(terminal, 4096).decode()
             if "\r\n> " in shown:
                 return shown
