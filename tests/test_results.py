@@ -265,8 +265,8 @@ def test_every_line_of_the_price_curve_has_records_and_a_control(scripts):
 def test_the_curve_has_points_outside_the_queue_and_no_ratio_to_a_gain_of_nothing(scripts):
     curve = scripts["tables"].curve
     rows = curve.read()
-    rows = rows[rows["model"].isin(["control-1", "router-1"])]
-    rows = rows.assign(model=rows["model"].str.replace("-1", "-100"))
+    rows = rows[rows["model"].isin(["control-10.6", "router-10.6"])]
+    rows = rows.assign(model=rows["model"].str.replace("-10.6", "-100"))
     rows["context_gain"] = [0.1 * (-1) ** i for i in rows.groupby(curve.KEY[:5]).cumcount()]
     *_, last = curve.table(rows).splitlines()
     cells = [cell.strip() for cell in last.strip("|").split("|")]
@@ -280,7 +280,7 @@ def test_windows_of_other_packages_are_not_added_to_the_curve(scripts, monkeypat
     """The curve's texts are the installed sources: with other packages they are other windows."""
     curve = scripts["tables"].curve
     rows = curve.read()
-    new = rows[rows["model"] == "router-1"]
+    new = rows[rows["model"] == "router-10.6"]
     file = tmp_path / "records.csv.gz"
     monkeypatch.setattr(curve, "rows_of", lambda _: new)
     assert curve.add([tmp_path], file) == len(new)
