@@ -41,8 +41,9 @@ def fitted_also_to(trace: Trace, repeated: Sequence[QuerySet]) -> Trace:
     """
     if not repeated and trace.document is None:
         return trace
-    text = [with_text(each, trace) for each in supervising_sets(trace, has_moved=True)]
-    sources = [*(repeated or text), *moved_sets(trace)]
+    if not repeated:
+        repeated = [with_text(each, trace) for each in supervising_sets(trace, has_moved=True)]
+    sources = [*repeated, *moved_sets(trace)]
     if trace.document is not None:
         layers = (trace.layer_numbers, trace.scales)
         sources = [each.with_document(trace.document, *layers) for each in sources]
