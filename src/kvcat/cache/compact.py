@@ -225,6 +225,17 @@ class CompactCache:
         layers = [layer.to(device, dtype) for layer in self.layers]
         return replace(self, layers=layers, states=states)
 
+    def entries(self) -> dict[str, str]:
+        """What a file says about the slots, next to their tensors."""
+        entries = {
+            "num_layers": str(len(self.layers)),
+            "num_tokens": str(self.num_tokens),
+            "fingerprint": self.fingerprint,
+            "record": self.record.to_json(),
+        }
+        first = self.layers[0]
+        return entries | quantized_entries(first) if isinstance(first, QuantizedLayer) else entries
+
     def save(self, path: str | Path) -> None:
         """Write a safetensors file with a checksum.
 
@@ -238,15 +249,7 @@ class CompactCache:
         for number, state in self.states.items():
             for name, tensor in state.tensors.items():
                 tensors[f"states.{number}.{name}"] = tensor
-        entries = {
-            "num_layers": str(len(self.layers)),
-            "num_tokens": str(self.num_tokens),
-            "fingerprint": self.fingerprint,
-            "record": self.record.to_json(),
-        }
-        first = self.layers[0]
-        if isinstance(first, QuantizedLayer):
-            entries |= quantized_entries(first)
+        entries = self.entries()
         if self.states:
             entries[STATES] = " ".join(str(number) for number in sorted(self.states))
         checked_layers(entries, tensors, "the compact cache")

@@ -12,11 +12,10 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedModel
 
-from kvcat.cache import CacheRecord, CompactCache, QuantizedLayer, check_same_model, fingerprint
+from kvcat.cache import CacheRecord, CompactCache, check_same_model, fingerprint
 from kvcat.cache.files import (
     SESSION,
     checked_layers,
-    quantized_entries,
     read_tensors,
     write_tensors,
 )
@@ -117,7 +116,7 @@ def write_session(path: Path, saved: SavedSession) -> None:
     caches: dict[str, dict[str, str]] = {}
     for kind in _CACHES:
         cache: CompactCache | None = getattr(state, kind)
-        caches[kind] = {} if cache is None else _entries(cache)
+        caches[kind] = {} if cache is None else cache.entries()
         for number, layer in enumerate([] if cache is None else cache.layers):
             for name, tensor in layer.tensors().items():
                 tensors[f"{kind}.layers.{number}.{name}"] = tensor
@@ -142,18 +141,6 @@ def write_session(path: Path, saved: SavedSession) -> None:
     # a tensor may be a view of a larger one
     copies = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
     write_tensors(path, copies, entries, SESSION)
-
-
-def _entries(cache: CompactCache) -> dict[str, str]:
-    """What a file says about a cache, besides its tensors."""
-    entries = {
-        "num_layers": str(len(cache.layers)),
-        "num_tokens": str(cache.num_tokens),
-        "fingerprint": cache.fingerprint,
-        "record": cache.record.to_json(),
-    }
-    first = cache.layers[0]
-    return entries | quantized_entries(first) if isinstance(first, QuantizedLayer) else entries
 
 
 def read_session(path: Path, model: PreTrainedModel) -> SavedSession:
