@@ -62,7 +62,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
     """
     target = resolved(target)
     make_folder(target.parent)
-    partial = target.with_name(f"{_PARTIAL}{os.getpid()}-{threading.get_ident()}-{target.name}")
+    partial = _partial_path(target)
     try:
         _remove(partial)
         mode = target.stat().st_mode & 0o777 if target.is_file() else _usual_mode(partial)
@@ -86,6 +86,16 @@ def atomic_write(target: Path) -> Iterator[Path]:
         raise
 
 
+def check_writable(target: Path) -> None:
+    """Raise a ``WriteError`` if ``atomic_write`` cannot write to the folder of a target."""
+    target = resolved(target)
+    make_folder(target.parent)
+    try:
+        _usual_mode(_partial_path(target))
+    except OSError as error:
+        raise WriteError(f"cannot write {target}: {reason(error)}") from error
+
+
 class WriteError(InputError):
     """A file that the system cannot write, now or for this user."""
 
@@ -95,6 +105,11 @@ def reason(error: BaseException) -> str:
     if isinstance(error, OSError) and _SHORT_WRITE.fullmatch(str(error)):
         return "the disk is full, or a limit on the size of files is reached"
     return getattr(error, "strerror", None) or one_line(error)
+
+
+def _partial_path(target: Path) -> Path:
+    """Where this thread writes what will replace a target."""
+    return target.with_name(f"{_PARTIAL}{os.getpid()}-{threading.get_ident()}-{target.name}")
 
 
 def _usual_mode(unused: Path) -> int:

@@ -111,6 +111,22 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     assert said.out.startswith(messages[1]["content"] + "\n")
 
 
+def test_questions_from_a_file_of_another_system_are_those_of_their_lines(
+    tiny_folder, store, tmp_path, capsys, monkeypatch
+):
+    """Such a file may begin with a byte order mark, and its lines may end with a carriage return."""
+    words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
+    shown = []
+    for start, end in (("", "\n"), ("\ufeff", "\r\n")):
+        saved = tmp_path / f"{len(shown)}.json"
+        lines = ["the cat", "the dog", "", f"/save {saved}", "/quit", "never"]
+        monkeypatch.setattr("sys.stdin", io.StringIO(start + "".join(f"{x}{end}" for x in lines)))
+        assert kvcat(*words) == 0
+        shown.append((capsys.readouterr().out, json.loads(saved.read_text())))
+    assert shown[0] == shown[1]
+    assert [turn["content"] for turn in shown[0][1]["messages"][::2]] == ["the cat", "the dog"]
+
+
 @pytest.mark.slow
 def test_chat_compresses_older_turns_and_goes_on(tmp_path, capsys, monkeypatch):
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=8192)

@@ -6,6 +6,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -138,6 +139,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress m --text empty.txt -o c", "empty.txt is empty"),
         ("compress kvcat-base --text t.txt -o c --chat", "has no chat template"),
         ("compress m --text t.txt -o t.txt", "t.txt exists; --overwrite replaces it"),
+        ("compress m --text t.txt -o /dev/null --overwrite", "/dev/null is a device: name the"),
         (
             "eval suffix m --keep 0.1 x --out o",
             "--keep takes [0<FRACTION<=1 [0<FRACTION<=1 ...]], not x "
@@ -250,6 +252,14 @@ def test_a_mistake_is_one_line_and_exit_code_2_and_nothing_is_written(
     assert message in mistake(*shlex.split(line.replace("TINY", str(tiny_folder))))
     written = (path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
     assert sorted(map(str, written)) == sorted(FILES)
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="no folder in which nobody can write")
+def test_a_folder_in_which_nothing_can_be_written_is_named_before_any_work(mistake, tmp_path):
+    (tmp_path / "t.txt").write_text("a")
+    for output in ("/proc/c", "/proc/self/c"):
+        message = mistake("compress", "m", "--text", tmp_path / "t.txt", "-o", output)
+        assert f"cannot write {output}: " in message
 
 
 def test_a_mistake_in_the_text_or_the_request_is_reported_before_weights_are_read(

@@ -21,6 +21,7 @@ from tyro import _strings as strings
 from kvcat.cli.names import method_lines
 from kvcat.cli.threads import THREADS
 from kvcat.errors import InputError, did_you_mean
+from kvcat.files import check_writable
 
 _MODEL_FILES = (
     "*config*.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
@@ -199,7 +200,7 @@ def _split_label(item: str) -> tuple[str, str]:
 
 
 def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | None] = ()) -> None:
-    """Reject an output file that cannot be written, before any work.
+    """Reject an output file that cannot be written, or a device, before any work.
 
     Args:
         file: file to write.
@@ -210,6 +211,8 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
         raise InputError(f"{file} is a folder: name the file to write")
     if file.exists() and not overwrite:
         raise InputError(f"{file} exists; --overwrite replaces it")
+    if file.exists() and not file.is_file():
+        raise InputError(f"{file} is a device: name the file to write")
     read = [Path(source).expanduser() for source in sources if source is not None]
     if file.exists() and any(path.is_file() and file.samefile(path) for path in read):
         raise InputError(f"{file} is an input file: name another output file")
@@ -223,6 +226,7 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
             raise InputError(f"{file} is a file of the model {folder}: name another output file")
     if not file.parent.is_dir():
         raise InputError(f"no folder {file.parent} to write {file.name} to")
+    check_writable(file)
 
 
 def _reject(flags: Sequence[str], event: events.ParseErrorEvent) -> None:

@@ -175,10 +175,13 @@ def chat(
 
 
 def _read_line() -> str | None:
-    """The next line of input; None at its end. Ctrl-C in a terminal drops the line."""
+    """The next line of input; None at its end. Ctrl-C in a terminal drops the line.
+
+    A file of another system may begin with a byte order mark, and end lines with "\\r\\n".
+    """
     is_terminal = sys.stdin.isatty()
     try:
-        return input("> " if is_terminal else "")
+        return input("> " if is_terminal else "").removeprefix("\ufeff").removesuffix("\r")
     except EOFError:
         return None
     except KeyboardInterrupt:
