@@ -114,7 +114,7 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
 def test_questions_from_a_file_of_another_system_are_those_of_their_lines(
     tiny_folder, store, tmp_path, capsys, monkeypatch
 ):
-    """Such a file may begin with a byte order mark, and its lines may end with a carriage return."""
+    """It may begin with a byte order mark, and its lines may end with a carriage return."""
     words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
     shown = []
     for start, end in (("", "\n"), ("\ufeff", "\r\n")):

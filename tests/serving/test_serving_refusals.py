@@ -108,6 +108,12 @@ def test_a_conversation_in_another_template_than_the_documents_is_rejected(serve
         ({"logprobs": 0}, 400, "logprobs is not supported with the value 0"),
         ({"tools": [{}]}, 400, "tools is not supported"),
         ({"top_k": 3}, 400, "'top_k' is not supported"),
+        ({"prompt": "the cat"}, 400, "'prompt' is not supported"),
+        (
+            {"path": "/v1/completions", "prompt": "the cat"},
+            400,
+            "'messages' is not supported",
+        ),
         ({"body": "{"}, 400, "is not JSON"),
         ({"body": "[]"}, 400, "no JSON object"),
         ({"body": "x" * 4001}, 413, "longer than 4000 bytes"),

@@ -444,6 +444,30 @@ def test_wrong_documents_give_their_request_an_error_and_leave_the_server_up(wor
     assert world.ask("the cat", "ragged") == good == world.answer("the cat", "ragged")
 
 
+def test_a_document_that_is_damaged_after_its_check_gives_its_requests_the_reason(world):
+    """The check knows the file by its time, size and number, which damage on a disk leaves."""
+    file = world.folder / "late.safetensors"
+    world.caches["doc0"].save(file)
+    assert "exceed the 512" in world.ask("the cat", "late", max_tokens=500)[1]  # it was checked
+    whole, status = file.read_bytes(), file.stat()
+
+    def write(content):
+        with file.open("r+b") as opened:
+            opened.write(content)
+        os.utime(file, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+    write(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for asked in ("late", ["doc1", "late"]):
+        reply = world.ask("the cat", asked)
+        assert reply[0] == 400
+        assert "document 'late': the file is corrupt" in reply[1]
+    body = {"model": "m", "prompt": "the cat", "kvcat": "late", "stream": True}
+    assert "document 'late': the file is corrupt" in world.post("/v1/completions", body)[1]
+    write(whole)
+    assert world.ask("the cat", "late") == world.ask("the cat", "doc0")
+    file.unlink()
+
+
 def test_a_documents_blocks_in_the_prefix_cache_are_of_no_other_request(world):
     tokens = world.tokens(LONG)[:70]  # two blocks
     wanted = {name: world.wanted(tokens, name) for name in ("fitted", "ragged", None)}

@@ -177,7 +177,7 @@ def chat(
 def _read_line() -> str | None:
     """The next line of input; None at its end. Ctrl-C in a terminal drops the line.
 
-    A file of another system may begin with a byte order mark, and end lines with "\\r\\n".
+    A file may begin with a byte order mark, and its lines may end with a carriage return.
     """
     is_terminal = sys.stdin.isatty()
     try:

@@ -28,8 +28,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Fields that are accepted with the values that have no effect."""
 _READ = frozenset({
-    FIELD, "max_completion_tokens", "max_tokens", "messages", "model", "prompt", "seed", "stop",
-    "stream", "temperature", "top_p",
+    FIELD, "max_completion_tokens", "max_tokens", "model", "seed", "stop", "stream", "temperature",
+    "top_p",
 })  # fmt: skip
 
 
@@ -52,10 +52,10 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_tokens: int) -
     if not isinstance(fields, dict):
         raise RequestError(400, "the request is no JSON object")
     fields = {name: value for name, value in fields.items() if value is not None}
-    _check_fields(fields)
+    content_name = "messages" if is_chat else "prompt"
+    _check_fields(fields, content_name)
     if fields.get("model") != model:
         raise RequestError(404, f"no model {str(fields.get('model'))[:80]!r}; there is {model!r}")
-    content_name = "messages" if is_chat else "prompt"
     if content_name not in fields:
         raise RequestError(400, f"the field {content_name} is missing")
     content = fields[content_name]
@@ -72,10 +72,15 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_tokens: int) -
     }
 
 
-def _check_fields(fields: Mapping[str, Any]) -> None:
-    """Reject fields that this server does not support, because ignoring them changes answers."""
+def _check_fields(fields: Mapping[str, Any], content_name: str) -> None:
+    """Reject fields that this server does not support, because ignoring them changes answers.
+
+    Args:
+        fields: of a request.
+        content_name: the field with its text, which has another name in the other kind of request.
+    """
     for name, value in fields.items():
-        if name in _READ or name in _WITHOUT_EFFECT:
+        if name == content_name or name in _READ or name in _WITHOUT_EFFECT:
             continue
         if name not in _NEUTRAL:
             raise RequestError(400, f"the field {name[:80]!r} is not supported")

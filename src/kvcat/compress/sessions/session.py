@@ -433,8 +433,11 @@ class Session:
                 ``budget - tail - room``.
 
         Raises:
-            InputError: no tokens but the tail, or a number of slots out of its range.
+            InputError: no tokens but the tail, a number of slots out of its range, or a model for
+                which nothing is ever compressed.
         """
+        if isinstance(self._state, ReadTokens):
+            raise InputError(self._obstacle)
         if self._state.num_exact <= self.tail:
             raise InputError(
                 f"the {self._state.num_exact} exact tokens are the tail: nothing to compress"

@@ -31,6 +31,9 @@ _NOT_IN_CHAT = (
 _NOT_IN_COMPLETIONS = ("suffix", "prompt_embeds", *_NOT_IN_BOTH)
 _LIMITS = ("max_completion_tokens", "max_tokens")
 _USUAL_TOKENS = 16  # of an answer in /v1/completions
+_STATUS = 400
+_STATUS_OF_FAILURES = 500  # and all above
+_STREAMED_ERROR = b'data: {"error"'  # vLLM's event of an answer that failed
 
 
 class DocumentRequests:
@@ -51,25 +54,78 @@ class DocumentRequests:
         body = await _read(receive)
         if body is None:
             return
+        state = scope["app"].state
         try:
             path = scope["path"].removeprefix(scope.get("root_path", ""))
-            new_body = _with_token_ids(scope["app"].state, path, body)
+            document, new_body = _with_token_ids(state, path, body)
         except InputError as error:
-            details = {
-                "message": str(error),
-                "type": "BadRequestError",
-                "param": FIELD,
-                "code": 400,
-            }
-            await JSONResponse({"error": details}, 400)(scope, receive, send)
+            await JSONResponse(_error(error), _STATUS)(scope, receive, send)
             return
-        if new_body is not body:
+        if document is not None:
             headers = [
                 (name, str(len(new_body)).encode() if name == b"content-length" else value)
                 for name, value in scope["headers"]
             ]
             scope = {**scope, "headers": headers}
+            send = _Reasons(state.kvcat[0], document, send)
         await self.app(scope, _replay(new_body, receive), send)
+
+
+def _error(error: InputError) -> dict[str, Any]:
+    """The JSON of a request's error, in vLLM's form."""
+    return {
+        "error": {
+            "message": str(error),
+            "type": "BadRequestError",
+            "param": FIELD,
+            "code": _STATUS,
+        }
+    }
+
+
+class _Reasons:
+    """Sends a response, in which a failure has the reason if it is the document's.
+
+    vLLM says no more than that a load failed. So a document is read again if its request failed.
+
+    Args:
+        documents: of the server.
+        document: as it was when it was requested.
+        send: of ASGI.
+    """
+
+    def __init__(self, documents: Documents, document: Document, send: Any) -> None:
+        self._documents = documents
+        self._document = document
+        self._send = send
+        self._is_replaced = False
+
+    async def __call__(self, message: Any) -> None:
+        """Send a message of the response."""
+        if self._is_replaced:  # what follows is the failure's
+            return
+        if message["type"] == "http.response.start" and message["status"] >= _STATUS_OF_FAILURES:
+            error = self._error()
+            if error is not None:
+                self._is_replaced = True
+                scope: Any = {"type": "http"}
+                nothing: Any = None  # a JSON response reads nothing
+                await JSONResponse(_error(error), _STATUS)(scope, nothing, self._send)
+                return
+        elif message.get("body", b"").startswith(_STREAMED_ERROR):
+            error = self._error()
+            if error is not None:
+                event = f"data: {json.dumps(_error(error))}\n\n".encode()
+                message = {**message, "body": event}
+        await self._send(message)
+
+    def _error(self) -> InputError | None:
+        """Why the document cannot be loaded; None: it can."""
+        try:
+            self._documents.load(self._document)
+        except InputError as error:
+            return error
+        return None
 
 
 async def _read(receive: Any) -> bytes | None:
@@ -98,8 +154,9 @@ def _replay(body: bytes, receive: Any) -> Any:
     return replay
 
 
-def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
-    """The body of a request as the connector needs it; itself if it names no document.
+def _with_token_ids(state: Any, path: str, body: bytes) -> tuple[Document | None, bytes]:
+    """What a request names, and its body as the connector needs it; None and the body itself if it
+    names no document.
 
     Args:
         state: of the server's app; it keeps documents and tokenizer.
@@ -109,11 +166,11 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
-        return body
+        return None, body
     name = _name_in(request)
     if name is None:
         _check_salt(request)
-        return body
+        return None, body
     if path not in _TEXT_FIELDS:
         raise InputError(f"{path} has no documents: use {' or '.join(_TEXT_FIELDS)}")
     if str(request.get("model")) in _adapter_names(state):
@@ -144,7 +201,7 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> bytes:
         # this API has no token ids, but vLLM reads them from this field, if all messages are texts
         fields[_PARAMETERS]["prompt_token_ids"] = fields.pop("prompt")
         fields["messages"] = [{"role": "user", "content": ""}]
-    return json.dumps({**request, **fields}).encode()
+    return document, json.dumps({**request, **fields}).encode()
 
 
 def _name_in(request: Any) -> Any:
