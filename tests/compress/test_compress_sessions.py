@@ -2,6 +2,7 @@
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 from datetime import datetime
@@ -15,6 +16,7 @@ from kvcat.cache import CompactCache
 from kvcat.cache.files import SESSION, read_tensors, write_tensors
 from kvcat.compress import Eviction, replay, trace
 from kvcat.compress.documents import INSTRUCTION
+from kvcat.compress.sessions.files import session_lock
 from kvcat.text.encoder import TextEncoder
 from tiny import byte_tokenizer, loud_model, refusal
 
@@ -374,6 +376,33 @@ def test_a_saved_session_continues_with_the_same_bits(model, tokenizer, make, tm
             assert session.num_compactions == loaded.num_compactions > 0
             assert torch.equal(session.next_logits, loaded.next_logits)
             assert loaded.protect == ((0, 3),)
+
+
+def test_a_session_that_is_written_while_it_is_loaded_is_loaded_as_written_last(
+    model, tokenizer, make, tmp_path, monkeypatch
+):
+    path = tmp_path / "talk.session"
+    later = tmp_path / "later.session"
+    session = make()
+    session.append(TOKENS[:20])
+    session.save(path)
+    session = make(budget=60)
+    session.append(TOKENS[:20])
+    session.append(TOKENS[20:23], protect=True)
+    session.append(TOKENS[23:90])
+    session.save(later)
+    session.close()
+
+    def written_meanwhile(locked):
+        shutil.copy(later, locked)
+        return session_lock(locked)
+
+    monkeypatch.setattr("kvcat.compress.sessions.session.session_lock", written_meanwhile)
+    with Session.load(path, model, tokenizer) as loaded:
+        assert (loaded.budget, loaded.protect) == (60, ((20, 23),))
+        for each in (session, loaded):
+            each.append(TOKENS[:60])
+        same_state(session, loaded)
 
 
 def test_a_file_that_is_damaged_or_of_another_model_or_in_use_is_rejected(

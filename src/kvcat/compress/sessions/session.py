@@ -498,19 +498,21 @@ class Session:
                 session; or no method.
         """
         path = Path(path)
-        saved = read_session(path, model)
-        settings = dict(saved.settings)
-        settings["method"] = settings["method"] if method is None else method
-        if settings["method"] is None:
-            raise InputError(f"{path} does not name its method: give method=")
-        session = cls(model, tokenizer, document=saved.state.document, **settings)
-        session._hold_lock(path)
-        # again, behind the lock: another process may have written meanwhile
-        saved = read_session(path, model)
-        session.document = saved.state.document
-        session._state = saved.state
-        session._turns = session._turns.restored(saved.conversation)
-        session.num_compactions = saved.num_compactions
+        read_session(path, model)  # one that is missing or damaged gets no lock
+        with ExitStack() as lock:
+            lock.enter_context(session_lock(path))
+            # again, behind the lock: another process may have written meanwhile
+            saved = read_session(path, model)
+            settings = dict(saved.settings)
+            settings["method"] = settings["method"] if method is None else method
+            if settings["method"] is None:
+                raise InputError(f"{path} does not name its method: give method=")
+            session = cls(model, tokenizer, document=saved.state.document, **settings)
+            session._state = saved.state
+            session._turns = session._turns.restored(saved.conversation)
+            session.num_compactions = saved.num_compactions
+            session._lock = lock.pop_all()
+            session._locked_path = path.absolute()
         return session
 
     def close(self) -> None:
