@@ -102,7 +102,7 @@ class _Reasons:
 
     async def __call__(self, message: Any) -> None:
         """Send a message of the response."""
-        if self._is_replaced:  # what follows is the failure's
+        if self._is_replaced:  # the rest is the failure's
             return
         if message["type"] == "http.response.start" and message["status"] >= _STATUS_OF_FAILURES:
             error = self._error()
