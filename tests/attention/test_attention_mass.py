@@ -45,3 +45,21 @@ def test_the_mass_of_keys_is_that_of_the_plain_sum():
     for elements in (2**21, 2 * 4 * 7 * 2):
         mass = log_mass(queries, keys, 0.3, last, cpu_elements=elements)
         assert torch.allclose(mass, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize("num_queries", [1, 3, 7])
+def test_the_mass_of_all_keys_and_that_up_to_the_own_one_are_plain_sums(kv_heads, num_queries):
+    """The cases of the fused kernel, with keys of large norm and heads that share keys."""
+    draw = torch.Generator().manual_seed(1)
+    queries = 4 * torch.randn(2, 4, num_queries, 8, generator=draw).double()
+    keys = 4 * torch.randn(2, kv_heads, 7, 8, generator=draw).double()
+    scores = 0.7 * queries @ keys.repeat_interleave(4 // kv_heads, 1).mT
+    everything = torch.full([num_queries], 6)
+    up_to_own = torch.arange(7 - num_queries, 7)
+    for last in (everything, up_to_own):
+        seen = scores.masked_fill(torch.arange(7) > last.unsqueeze(1), -torch.inf)
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-12)):
+            mass = log_mass(queries.to(dtype), keys.to(dtype), 0.7, last)
+            assert mass.dtype == dtype
+            torch.testing.assert_close(mass.double(), seen.logsumexp(-1), rtol=tolerance, atol=0)

@@ -163,11 +163,10 @@ def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_
     assert [(each.first_slot, each.tokens) for each in split] == [(0, (0, 24)), (24, (24, 48))]
     # every query of the text in every part
     monkeypatch.setattr(segments, "SAMPLED", 1.0)
-    of_parts = [heads.queries for heads in Segments.of(prefix, split, queries)]
     for layer, keys in enumerate(in_parts.keys):
-        for segment, chosen in zip(split, of_parts, strict=True):
-            inside = slice(*segment.tokens)
-            for whole, each in zip(queries, chosen, strict=True):
+        for segment, heads in zip(split, Segments.of(prefix, split, queries), strict=True):
+            shares = []
+            for whole, each in zip(queries, heads.queries, strict=True):
                 rows = torch.isin(whole.positions, each.positions)
                 if whole.repeated is not None:
                     rows = torch.isin(whole.repeated, each.repeated)
@@ -177,9 +176,14 @@ def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_
                 scores = states @ keys.repeat_interleave(2, 1).mT * in_parts.scales[layer]
                 elsewhere = whole.log_elsewhere[layer][:, :, rows]
                 total = torch.logaddexp(scores.logsumexp(-1), elsewhere)
-                of_part = scores[..., inside].logsumexp(-1)
-                share = (of_part - torch.logaddexp(of_part, each.log_elsewhere[layer])).exp()
-                torch.testing.assert_close(share, (of_part - total).exp())
+                of_part = scores[..., slice(*segment.tokens)].logsumexp(-1)
+                shares.append((of_part - total).exp())
+            share = torch.cat(shares, 2)  # (batch, query heads, queries)
+            for example in range(len(share)):
+                batch = heads.load([(layer, example, head) for head in range(2)])
+                weights = dense_attention(batch).weights / batch.factors
+                of_heads = share[example].unflatten(0, (2, 2)).mT.flatten(1)
+                torch.testing.assert_close(weights, of_heads)
 
 
 def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_represent(

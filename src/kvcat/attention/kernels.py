@@ -172,20 +172,7 @@ class _CpuKernel(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:
         q, k, v, bias, causal, scale = inputs
-        wide_q, wide_k, wide_v = _of_one_width(q, k, v)
-        outs = []
-        log_masses = []
-        for keys, is_causal in _key_ranges(q, k, causal):
-            wide_out, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-                wide_q,
-                wide_k[:, :, keys],
-                wide_v[:, :, keys],
-                is_causal=is_causal,
-                attn_mask=_by_query_head(bias, keys, q),
-                scale=scale,
-            )
-            outs.append(wide_out[..., : v.shape[-1]])
-            log_masses.append(log_mass)  # (batch, heads, queries)
+        outs, log_masses = _over_ranges(q, k, v, bias, causal=causal, scale=scale)
         out = outs[0]
         log_mass = log_masses[0]
         if len(outs) > 1:
@@ -245,6 +232,42 @@ class _CpuKernel(torch.autograd.Function):
         grads = [grad_q[..., :head_dim], grad_k[..., :head_dim], grad_v[..., :value_dim], grad_bias]
         no_gradient = [None, None]  # causal, scale
         return *grads, *no_gradient
+
+
+def log_mass_on_cpu(
+    q: Float[Tensor, "batch heads queries head_dim"],
+    k: Float[Tensor, "batch kv_heads keys head_dim"],
+    *,
+    causal: bool,
+    scale: float,
+) -> Float[Tensor, "batch heads queries"]:
+    """The log of sum_j exp(scale q.k_j), nats, over all keys, or up to that of each query.
+
+    Causal queries are those of the last keys.
+    """
+    _, log_masses = _over_ranges(q, k, k, None, causal=causal, scale=scale)
+    return log_masses[0] if len(log_masses) == 1 else torch.logaddexp(*log_masses)
+
+
+def _over_ranges(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, *, causal: bool, scale: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The attention over each of ``_key_ranges``, and its log mass, (batch, heads, queries)."""
+    wide_q, wide_k, wide_v = _of_one_width(q, k, v)
+    outs = []
+    log_masses = []
+    for keys, is_causal in _key_ranges(q, k, causal):
+        wide_out, log_mass = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            wide_q,
+            wide_k[:, :, keys],
+            wide_v[:, :, keys],
+            is_causal=is_causal,
+            attn_mask=_by_query_head(bias, keys, q),
+            scale=scale,
+        )
+        outs.append(wide_out[..., : v.shape[-1]])
+        log_masses.append(log_mass)
+    return outs, log_masses
 
 
 def _key_ranges(q: Tensor, k: Tensor, causal: bool) -> list[_KeyRange]:

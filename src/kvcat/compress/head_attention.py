@@ -48,7 +48,7 @@ class HeadBatch:
     Args:
         queries: multiplied by the layer's scale.
         factors: weight of each query, as in ``QuerySet``.
-        log_elsewhere: as in ``QuerySet``, of each query.
+        log_elsewhere, counts_all: as in ``QuerySet``, of each query.
         keys, values: keys and values of the prefix's slots in this head.
         log_bias: nats added to the scores of these slots; None adds none.
         last_seen: last slot that each query sees; None: all see the whole prefix.
@@ -67,17 +67,23 @@ class HeadBatch:
     last_seen: Int[Tensor, "heads queries"] | None = None
     past: PastAttention | None = None
     num_supervising: int = 0
+    counts_all: bool = False
 
     def split(self, num_heads: int) -> Iterator["HeadBatch"]:
         """The batch in smaller batches of ``num_heads`` heads, the last of the remaining ones."""
-        not_tensors = ("past", "num_supervising")
+        not_tensors = ("past", "num_supervising", "counts_all")
         names = [field.name for field in fields(self) if field.name not in not_tensors]
         tensors = [getattr(self, name) for name in names]
         for start in range(0, len(self.keys), num_heads):
             heads = slice(start, start + num_heads)
             selected: list[Any] = [None if x is None else x[heads] for x in tensors]
             past = None if self.past is None else self.past.of(heads)
-            yield HeadBatch(*selected, past=past, num_supervising=self.num_supervising)
+            yield HeadBatch(
+                *selected,
+                past=past,
+                num_supervising=self.num_supervising,
+                counts_all=self.counts_all,
+            )
 
     def with_queries(
         self,
@@ -101,7 +107,16 @@ class HeadBatch:
             values=self.values,
             log_bias=self.log_bias,
             last_seen=None if self.last_seen is None else self.last_seen.gather(1, rows),
+            counts_all=self.counts_all,
         )
+
+    def shares(
+        self, rows: slice, log_mass: Float[Tensor, "heads rows"]
+    ) -> Float[Tensor, "heads rows"]:
+        """The share of some queries' attention that goes to the slots, from its mass on them."""
+        if self.counts_all:  # rounding may make the part larger than the whole
+            return (log_mass - self.log_elsewhere[:, rows]).clamp_max(0.0).exp_()
+        return (log_mass - self.log_elsewhere[:, rows]).sigmoid_()
 
     def scores(
         self,
@@ -286,7 +301,7 @@ class DenseAttention(NamedTuple):
         exponentials = exp_below(largest, scores)  # (heads, rows, prefix)
         sums = exponentials.sum(-1)
         log_sums = sums.log().add_(largest.squeeze(-1))
-        share_of_prefix = (log_sums - batch.log_elsewhere[:, rows]).sigmoid_()
+        share_of_prefix = batch.shares(rows, log_sums)
         weights = batch.factors[:, rows] * share_of_prefix.clamp_min_(_LEAST_SHARE)
         weight_per_sum = weights / sums
         self.log_mass[:, rows] = log_sums
@@ -323,7 +338,7 @@ class DenseAttention(NamedTuple):
         scores = batch.scores(rows, slots=new_slots.expand(len(batch.keys), -1))
         new = Attended.over(scores, batch.values[:, first_new:])
         whole = Attended(past.log_mass, past.outputs).joined(new)
-        share_of_prefix = (whole.log_mass - batch.log_elsewhere[:, rows]).sigmoid()
+        share_of_prefix = batch.shares(rows, whole.log_mass)
         weights = batch.factors[:, rows] * share_of_prefix.clamp_min(_LEAST_SHARE)
         largest = self.log_mass[:, rows] - self.mass[:, rows].log()
         self.mass[:, rows] = (whole.log_mass - largest).exp()

@@ -146,6 +146,7 @@ class Heads:
             queries=queries.flatten(1, 2),
             factors=_of_every_head(weights.to(keys), query_heads, num_heads),
             log_elsewhere=log_elsewhere.flatten(1, 2),
+            counts_all=any(source.counts_all for source in self.queries),
             keys=keys,
             values=slots.values,
             log_bias=slots.log_bias,

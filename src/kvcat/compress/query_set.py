@@ -33,6 +33,8 @@ class QuerySet:
         log_elsewhere: per layer, for each query, the log of its attention mass on keys that are not
             fitted: those of its own text that it sees, sinks and protected slots; -inf if all
             queries count equally.
+        counts_all: ``log_elsewhere`` is the whole mass of each query, that on the slots which are
+            fitted included.
         rows: index of each query in ``states``; None: all in their order.
         starts: position at which the part of each query begins; None: queries are not moved.
         place: position to which the beginning of each part is moved.
@@ -51,6 +53,7 @@ class QuerySet:
     positions: Int[Tensor, " queries"]
     weights: Float[Tensor, " queries"]
     log_elsewhere: Sequence[Float[Tensor, "batch heads queries"]]
+    counts_all: bool = False
     rows: Int[Tensor, " queries"] | None = None
     starts: Int[Tensor, " queries"] | None = None
     place: int = 0

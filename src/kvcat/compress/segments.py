@@ -13,7 +13,6 @@ import torch
 from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
-from kvcat.types import Float, Tensor
 
 SEGMENT_TOKENS = 4096
 """Most tokens of a long document whose slots are fitted together: up to here one fit is faster."""
@@ -65,14 +64,13 @@ class Segments(Sequence[Heads]):
 
     Args:
         prefixes: of ``split_prefix``.
-        queries: to which the whole prefix is fitted.
-        of_prefix: for each of them, per layer, the log of its attention mass on the whole prefix.
+        queries: to which the whole prefix is fitted; those of several segments with their whole
+            attention mass (``QuerySet.counts_all``).
         stride: every how many of the other segments' queries one is used.
     """
 
     prefixes: Sequence[Prefix]
     queries: Sequence[QuerySet]
-    of_prefix: Sequence[Sequence[Float[Tensor, "batch _ _"]]]
     stride: int
 
     @classmethod
@@ -81,9 +79,16 @@ class Segments(Sequence[Heads]):
     ) -> "Segments":
         """The heads of the segments of a prefix, with the queries of ``fitted_queries``."""
         if len(prefixes) == 1:
-            return cls(prefixes, queries, [], 0)
+            return cls(prefixes, queries, 0)
         stride = max(1, round((len(prefixes) - 1) / SAMPLED))
-        return cls(prefixes, queries, [_mass_on(prefix, each) for each in queries], stride)
+        trace = prefix.trace
+        keys = [layer.keys for layer in prefix.layers]
+        whole = []
+        for each in queries:
+            last_seen = torch.full([len(each)], keys[0].shape[2] - 1)
+            masses = each.log_masses(trace.layer_numbers, trace.scales, keys, last_seen)
+            whole.append(replace(each.with_elsewhere(masses), counts_all=True))
+        return cls(prefixes, whole, stride)
 
     def __len__(self) -> int:
         """The number of segments."""
@@ -94,13 +99,12 @@ class Segments(Sequence[Heads]):
         segment = self.prefixes[number]
         if segment.tokens is None:
             return Heads(segment, self.queries)
-        return Heads(segment, self._queries_of(segment, segment.tokens))
+        return Heads(segment, self._queries_of(*segment.tokens))
 
-    def _queries_of(self, segment: Prefix, tokens: tuple[int, int]) -> list[QuerySet]:
-        """The queries to which the slots of a segment are fitted."""
-        start, stop = tokens
+    def _queries_of(self, start: int, stop: int) -> list[QuerySet]:
+        """The queries to which the slots of these tokens are fitted."""
         chosen: list[QuerySet] = []
-        for each, of_prefix in zip(self.queries, self.of_prefix, strict=True):
+        for each in self.queries:
             positions = each.positions if each.repeated is None else each.repeated
             is_inside = (positions >= start) & (positions < stop)
             numbers = torch.arange(len(each))
@@ -110,19 +114,5 @@ class Segments(Sequence[Heads]):
                 continue
             some = each.selected(rows)
             weights = torch.where(is_inside[rows], 1.0, self.stride**0.5) * some.weights
-            some = replace(some, weights=weights)
-            of_others = []
-            for of_all, of_segment in zip(of_prefix, _mass_on(segment, some), strict=True):
-                of_rows = of_all.index_select(2, rows.to(of_all.device))
-                share = (of_segment - of_rows).clamp_max(-1e-6)  # rounding makes it larger than all
-                of_others.append(of_rows + torch.log1p(-share.exp()))
-            chosen.append(some.with_elsewhere(of_others))
+            chosen.append(replace(some, weights=weights))
         return chosen
-
-
-def _mass_on(prefix: Prefix, queries: QuerySet) -> list[Float[Tensor, "batch heads queries"]]:
-    """Per layer, the log of each query's attention mass on all slots of a prefix."""
-    trace = prefix.trace
-    keys = [layer.keys for layer in prefix.layers]
-    last_seen = torch.full([len(queries)], keys[0].shape[2] - 1)
-    return queries.log_masses(trace.layer_numbers, trace.scales, keys, last_seen)
