@@ -265,7 +265,7 @@ def test_every_line_of_the_price_curve_has_records_and_a_control(scripts):
 def test_the_curve_has_points_outside_the_queue_and_no_ratio_to_a_gain_of_nothing(scripts):
     curve = scripts["tables"].curve
     rows = curve.read()
-    rows = rows[rows["model"].isin(["control-10.6", "router-10.6"]) & (rows["seed"] == 1)]
+    rows = rows[rows["model"].isin(["control-10.6", "router-10.6"]) & (rows["seed"] == "1")]
     rows = rows.assign(model=rows["model"].str.replace("-10.6", "-100"))
     rows["context_gain"] = [0.1 * (-1) ** i for i in rows.groupby(curve.KEY[:5]).cumcount()]
     *_, last = curve.table(rows).splitlines()
