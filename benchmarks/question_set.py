@@ -427,7 +427,11 @@ def put_away(options: argparse.Namespace) -> None:
             "technical=... textbook=... --out OUT.jsonl"
         )
     facts = {"command": "` and `".join(commands), "date": options.date}
-    write_json(RECORDS / "kinds.json", provenance() | facts)
+    file = RECORDS / "kinds.json"
+    new_facts = provenance()
+    earlier = read_json(file)["cpu"].split(" and ") if file.exists() else []
+    facts["cpu"] = " and ".join(dict.fromkeys([*earlier, new_facts["cpu"]]))
+    write_json(file, new_facts | facts)
 
 
 def main() -> None:
