@@ -24,7 +24,7 @@ NEW = [6, 3, 1]
 
 @pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
 def test_every_code_is_read_as_the_number_of_torchs_type(codes):
-    sign, bias, digits = (128, 7, 3) if codes == torch.float8_e4m3fn else (128, 15, 2)
+    bias, digits = (7, 3) if codes == torch.float8_e4m3fn else (15, 2)
     each = torch.arange(256, dtype=torch.uint8)
     made = np.empty((1, 256), np.float32)
     for scale in (1.0, 0.25, 0.7):
@@ -33,16 +33,16 @@ def test_every_code_is_read_as_the_number_of_torchs_type(codes):
         assert torch.equal(torch.from_numpy(made[0]).nan_to_num(7e9), wanted.nan_to_num(7e9))
     _read_pages(each.data_ptr(), kind_of(torch.float32), key_table(codes, 1.0), 256, made)
     for code in range(256):
-        exponent, fraction = divmod(code % sign, 1 << digits)
+        exponent, fraction = divmod(code % 128, 1 << digits)
         size = fraction * 2.0 ** (1 - bias - digits)
         if exponent > 0:
             size = (1 + fraction / (1 << digits)) * 2.0 ** (exponent - bias)
-        if codes == torch.float8_e4m3fn and code % sign == 127:
+        if codes == torch.float8_e4m3fn and code % 128 == 127:
             assert np.isnan(made[0, code])
         elif codes == torch.float8_e5m2 and exponent == 31:
             assert np.isnan(made[0, code]) if fraction else np.isinf(made[0, code])
         else:
-            assert made[0, code] == (-size if code >= sign else size)
+            assert made[0, code] == (-size if code >= 128 else size)
 
 
 @pytest.mark.parametrize(("window", "threads"), [(-1, 1), (4, 3)])
@@ -95,8 +95,9 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
         queries.data_ptr(), queries.stride(0) * size,
         output.data_ptr(), output.stride(0) * size,
         pages.data_ptr(), pages.stride(0) * pages.itemsize, pages.stride(1) * pages.itemsize,
-        kind_of(dtype), key_table(codes, key_scale), GROUP, np.float32(0.3), window, key_places(places.numpy()), batch.numpy(),
-        positions.numpy(), table[rows].int().numpy(), np.array([0, 5, 6, 10]),
+        kind_of(dtype), key_table(codes, key_scale), GROUP, np.float32(0.3), window,
+        key_places(places.numpy()), batch.numpy(), positions.numpy(), table[rows].int().numpy(),
+        np.array([0, 5, 6, 10]),
         np.array([held[number].addresses for number, _, _ in sections]),
         np.array([held[number].starts for number, _, _ in sections]),
     )  # fmt: skip

@@ -82,9 +82,7 @@ def make_impl(vllm, head_dim, pages, window=None, scale=1.0):
     with pytest.MonkeyPatch.context() as patch:
         for module in (vllm.attention, vllm.ours):
             patch.setattr(module, "get_current_vllm_config", lambda: config)
-        impl = vllm.ours.DocumentsImpl(
-            GROUP * HEADS, head_dim, scale, HEADS, None, window, pages
-        )
+        impl = vllm.ours.DocumentsImpl(GROUP * HEADS, head_dim, scale, HEADS, None, window, pages)
     impl.kernel = vllm.kernel
     return impl
 
@@ -104,7 +102,7 @@ def test_attention_over_pages_of_every_kind_and_documents_is_one_softmax(
     def draw(*shape):
         return torch.randn(*shape, generator=generator)
 
-    # with e4m3, vLLM's kernel for AMX takes what is below 2^-6 for 0, products as well: few are here
+    # with e4m3, vLLM's kernel for AMX takes terms of a sum below 2^-6 for 0: here they are few
     size = 30 * scales[0]
     impl = make_impl(vllm, head_dim, pages, window, scale=head_dim**-0.5 / size)
     layer = SimpleNamespace(
@@ -174,7 +172,9 @@ def test_attention_over_pages_of_every_kind_and_documents_is_one_softmax(
             of_head = slice(head * GROUP, (head + 1) * GROUP)
             asked = queries[starts[row] : starts[row + 1], of_head].double()
             all_keys, all_values = held_keys[:, head], held_values[:, head]
-            bias = torch.zeros(new, past + new, dtype=torch.double).masked_fill(~is_seen, -torch.inf)
+            bias = torch.zeros(new, past + new, dtype=torch.double).masked_fill(
+                ~is_seen, -torch.inf
+            )
             if name is not None:
                 document = documents[name]
                 slots = slice(first_slot, first_slot + document.counts[head])

@@ -20,7 +20,7 @@ from kvcat.serving.vllm.worker import WORKER
 from kvcat.types import Tensor
 
 _SECTION = 16  # tokens of a document that one thread attends with
-# of vLLM's names for pages with codes; vLLM truncates numbers and writes neither infinity nor NaN
+# of the codes in pages, by vLLM's names; vLLM truncates numbers, and writes no infinity and no NaN
 _CODES = {
     "fp8": torch.float8_e4m3fn,
     "fp8_e4m3": torch.float8_e4m3fn,
@@ -110,8 +110,7 @@ class DocumentsImpl(CPUAttentionBackendImpl):
             kv_cache.stride(0) * num_page_bytes,
             kv_cache.stride(1) * num_page_bytes,
             self.kernel.kind_of(query.dtype),
-            # after the checkpoint is loaded: its scale of this layer's keys, or 1
-            self.kernel.key_table(_CODES.get(self.kv_cache_dtype), layer._k_scale_float),
+            self.kernel.key_table(_CODES.get(self.kv_cache_dtype), _key_scale(layer)),
             self.num_queries_per_kv,
             np.float32(self.scale),
             self.sliding_window,
@@ -132,6 +131,11 @@ class DocumentsBackend(CPUAttentionBackend):
     def get_impl_cls() -> type[DocumentsImpl]:
         """The attention of a layer."""
         return DocumentsImpl
+
+
+def _key_scale(layer: Any) -> float:
+    """What vLLM divides a layer's keys by in pages of 8 bits: the checkpoint's scale, or 1."""
+    return layer._k_scale_float  # noqa: SLF001 (vLLM's backends read it as well)
 
 
 def _key_places(
@@ -161,7 +165,7 @@ def _key_places(
         number_at = torch.zeros(num_keys, dtype=torch.long)
         for bit in range(num_keys.bit_length()):
             # with this factor, cells hold numbers near 1
-            keys = (numbers >> bit & 1).expand(-1, num_heads, -1) * layer._k_scale_float
+            keys = (numbers >> bit & 1).expand(-1, num_heads, -1) * _key_scale(layer)
             keys = keys.to(dtype).contiguous()
             values = torch.zeros_like(keys)
             impl.do_kv_cache_update(layer, keys, values, pages, torch.arange(cells))
