@@ -69,8 +69,8 @@ from kvcat.stats import share
 
 FACTS = 8
 CELL = (
-    "model", "document", "tokens", "method", "keep", "reading", "trace", "method_seconds", "peak",
-    "dense_bytes", "bytes", "kl",
+    "model", "dtype", "cpu", "document", "tokens", "method", "keep", "reading", "trace",
+    "method_seconds", "peak", "dense_bytes", "bytes", "kl",
 )  # fmt: skip
 KEY = ["model", "document", "tokens", "method", "keep", "question"]
 LATER = 256
@@ -291,6 +291,7 @@ def measure(named_model: NamedModel, options: argparse.Namespace) -> None:
     records = named_model.records(options.out)
     done = {(r["document"], r["tokens"], r["method"], r["keep"]) for r in records}
     books = pd.read_parquet(options.data)["text"].tolist()
+    about = {"dtype": options.dtype, "cpu": provenance()["cpu"]}
     model: Any = None
     for num_tokens in options.tokens:
         for index in range(options.documents):
@@ -299,9 +300,9 @@ def measure(named_model: NamedModel, options: argparse.Namespace) -> None:
             if every <= done:
                 continue
             if model is None:
-                model = named_model.load_for(options.out)
+                model = named_model.load_for(options.out, options.dtype)
             for record in cells(model, document, options, done):
-                named = {"model": named_model.label, **record}
+                named = {"model": named_model.label, **about, **record}
                 append_jsonl(options.out, named)
                 records.append(named)
                 print({**named, "right": sum(named["right"])}, flush=True)
@@ -327,6 +328,8 @@ def put_away(options: argparse.Namespace) -> None:
     commands = []
     for model, of_model in rows[rows["method"] != DENSE].groupby("model", sort=False):
         command = f"python benchmarks/long_documents.py --model {model} --data books.parquet"
+        dtype = of_model["dtype"].iloc[0]
+        command += f" --dtype {dtype}" if dtype != "float32" else ""
         for option, column in (("tokens", "tokens"), ("keep", "keep"), ("methods", "method")):
             command += f" --{option} {' '.join(map(str, of_model[column].unique()))}"
         commands.append(f"{command} --documents {of_model['document'].max() + 1} --out OUT")
@@ -342,7 +345,7 @@ def summary() -> pd.DataFrame:
     """
     rows = pd.read_csv(RECORDS / "long.csv.gz")
     means = []
-    for (model, tokens), of_length in rows.groupby(["model", "tokens"], sort=False):
+    for (model, dtype, tokens), of_length in rows.groupby(["model", "dtype", "tokens"], sort=False):
         dense = of_length[of_length["method"] == DENSE].set_index(["document", "question"])["right"]
         for (method, keep), cell in of_length.groupby(["method", "keep"], sort=False):
             if method == DENSE:
@@ -355,6 +358,7 @@ def summary() -> pd.DataFrame:
             means.append(
                 {
                     "model": model,
+                    "dtype": dtype,
                     "tokens": tokens,
                     "documents": len(whole),
                     "method": method,
@@ -375,18 +379,19 @@ def summary() -> pd.DataFrame:
 def page_table() -> str:
     """The summary as a table for each model."""
     facts = read_json(RECORDS / "long.json")
+    cpus = pd.read_csv(RECORDS / "long.csv.gz")["cpu"].unique()
     about = (
         f"Made by `{facts['command']}`, {facts['date']}, torch {facts['torch']}, "
-        f"{facts['cpu']}, float32, one thread of a machine that others used. Readings are "
+        f"{' or '.join(cpus)}, one thread of a machine that others used. Readings are "
         "processor seconds over those of a plain forward of the document in the same process: "
         "the trace (reading included), then the fit. Memory is the peak of both over the "
         "loaded model, over the whole cache. Right: of the questions that the whole cache "
         "answers; the interval is over documents."
     )
     lines = [wrapped(about), ""]
-    for model, of_model in summary().groupby("model", sort=False):
+    for (model, dtype), of_model in summary().groupby(["model", "dtype"], sort=False):
         lines += [
-            f"**{model}**",
+            f"**{model}, {dtype}**",
             "",
             "| tokens | documents | method | slots | trace | fit | memory | KL, nats | right |",
             "|---" * 9 + "|",
@@ -452,6 +457,11 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="Parquet file with a column text")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 2048, 4096])
     parser.add_argument("--documents", type=int, default=2, help="documents of each length")
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        help="of the model; a label has one",
+    )
     parser.add_argument("--keep", type=float, nargs="+", default=[0.1, 0.2])
     parser.add_argument("--methods", nargs="+", default=list(METHODS))
     parser.add_argument("--collect", nargs="+", type=Path, metavar="OUT", help="records to keep")

@@ -49,17 +49,17 @@ class NamedModel:
             raise InputError(f"{file} has records that name no model: choose another --out")
         return [record for record in everything if record["model"] == self.label]
 
-    def load(self, device: str = "cpu") -> Any:
+    def load(self, device: str = "cpu", dtype: str = "float32") -> Any:
         """The model; its tokenizer is ``tokenizer``."""
-        return kvcat.load(self.path, device=device)[0]
+        return kvcat.load(self.path, device=device, dtype=dtype)[0]
 
-    def load_for(self, file: Path) -> Any:
+    def load_for(self, file: Path, dtype: str = "float32") -> Any:
         """The model, to add records to a file; ``FILE.models.json`` identifies its models by label.
 
         Raises:
             InputError: the file has another model's records under this label.
         """
-        model = self.load()
+        model = self.load(dtype=dtype)
         listed = file.with_name(f"{file.name}.models.json")
         fingerprints = read_json(listed) if listed.exists() else {}
         if fingerprints.setdefault(self.label, fingerprint(model)) != fingerprint(model):
