@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -60,20 +61,26 @@ REJECTED = {
         "llama", {}, {"kv_load_failure_policy": "recompute"}, "kv_load_failure_policy recompute",
     ),
 }  # fmt: skip
-# family, options of vLLM, type of the codes in pages, scales of keys and values, tolerance
+# model, options of vLLM, type of the codes in pages, scales of keys and values, and a bound on the
+# mean error of the log-probabilities of an answer; 16 bits need quieter weights than 32
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+QUIET = ("llama", {"std": 0.1})
 PAGES = {
-    "float32, e4m3": ("qwen3", {"kv_cache_dtype": "fp8"}, E4M3, (1.0, 1.0), 2e-2),
-    "float32, e5m2": ("gemma3_text", {"kv_cache_dtype": "fp8_e5m2"}, E5M2, (1.0, 1.0), 2e-2),
-    "bfloat16": ("llama", {"dtype": "bfloat16"}, None, (1.0, 1.0), 0.1),
+    "float32, e4m3": (
+        ("qwen3", {"head_dim": 32}), {"kv_cache_dtype": "fp8"}, E4M3, (1.0, 1.0), 3e-3,
+    ),
+    "float32, e5m2": (
+        ("gemma3_text", GEMMA), {"kv_cache_dtype": "fp8_e5m2"}, E5M2, (1.0, 1.0), 3e-3,
+    ),
+    "bfloat16": (QUIET, {"dtype": "bfloat16"}, None, (1.0, 1.0), 0.03),
     "bfloat16, e4m3": (
-        "llama", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, E4M3, (1.0, 1.0), 0.1,
+        QUIET, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3"}, E4M3, (1.0, 1.0), 0.06,
     ),
     "bfloat16, e5m2": (
-        "llama", {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}, E5M2, (1.0, 1.0), 0.1,
+        QUIET, {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e5m2"}, E5M2, (1.0, 1.0), 0.1,
     ),
     "float16, a checkpoint with scales": (
-        "llama", {"dtype": "float16"}, E4M3, (0.043, 0.021), 5e-2,
+        QUIET, {"dtype": "float16"}, E4M3, (0.043, 0.021), 0.05,
     ),
 }  # fmt: skip
 
@@ -224,24 +231,24 @@ def log_probabilities(model, tokens, count, *attention):
 
 @pytest.mark.parametrize("case", PAGES)
 def test_pages_of_every_kind_are_read_next_to_documents_in_the_engine(case, tmp_path):
-    kind, options, pages, scales, tolerance = PAGES[case]
+    (kind, sizes), options, pages, scales, bound = PAGES[case]
     if pages is not None and not torch.cpu._is_avx512_supported():
         pytest.skip("vLLM has no FP8 pages on this processor")
-    model, tokenizer = model_of(kind, FAMILIES[kind], tmp_path)
+    model, tokenizer = model_of(kind, sizes, tmp_path)
+    checkpoint = fingerprint(model)
+    if scales != (1.0, 1.0):
+        add_scales(tmp_path / "m", scales)
+        checkpoint = fingerprint(kvcat.load(tmp_path / "m")[0])  # scales count as weights
     small = rotation_model(model.config)
     here = {"share": Share(), "dtype": torch.float32, "device": torch.device("cpu")}
     (tmp_path / "documents").mkdir()
     placed = {None: None}
     for name, length in {"a": 90, "b": 61}.items():
         document = kvcat.trace(model, ids(1, length, seed=length), supervision="self")
-        cache = kvcat.AttentionMatching()(document, num_slots=11)
+        cache = replace(kvcat.AttentionMatching()(document, num_slots=11), fingerprint=checkpoint)
         cache.save(tmp_path / "documents" / f"{name}.safetensors")
         placed[name] = place([cache], small, **here)
-    if scales != (1.0, 1.0):
-        add_scales(tmp_path / "m", scales)
-    documents = open_documents(
-        str(tmp_path / "documents"), model.config, lambda _: fingerprint(model)
-    )
+    documents = open_documents(str(tmp_path / "documents"), model.config, lambda _: checkpoint)
     asked = [(tokenizer(text, add_special_tokens=False)["input_ids"], name)
              for text in TEXTS for name in placed]  # fmt: skip
     requests = [
@@ -254,18 +261,18 @@ def test_pages_of_every_kind_are_read_next_to_documents_in_the_engine(case, tmp_
     done = engine(tmp_path, requests, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     answers = json.loads((tmp_path / "answers.json").read_text())
-    far = []
+    errors = []
+    effects = []  # of the pages' codes
     for (tokens, name), answer in zip(asked, answers, strict=True):
         text = tokens + answer["tokens"]
         made = torch.tensor(answer["scores"])
-        wanted = log_probabilities(model, text, NEW, placed[name], pages, scales)
-        of_answer = wanted[range(NEW), answer["tokens"]]
-        assert (made - of_answer).abs().max() < tolerance, name
-        assert (wanted.max(-1).values - of_answer).max() < 2 * tolerance
-        plain = log_probabilities(model, text, NEW, placed[name], None, scales)
-        far.append((made - plain[range(NEW), answer["tokens"]]).abs().max().item())
+        for kind_of_pages, differences in [(pages, errors), (None, effects)]:
+            wanted = log_probabilities(model, text, NEW, placed[name], kind_of_pages, scales)
+            of_answer = wanted[range(NEW), answer["tokens"]]
+            differences.append((made - of_answer).abs().mean().item())
+    assert max(errors) < bound
     if pages is not None:
-        assert 4 * tolerance < max(far) < 2
+        assert sum(effects) > 2 * sum(errors)
     alone = [fields for fields, (_, name) in zip(requests, asked, strict=True) if name is None]
     done = engine(tmp_path, alone, is_stock=True, **options)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -287,6 +294,7 @@ def add_scales(folder, scales):
         "kv_cache_scheme": scheme,
     }
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "SHA256SUMS").unlink()
     file = folder / "model.safetensors"
     weights = safetensors.torch.load_file(file)
     for number in range(config["num_hidden_layers"]):
