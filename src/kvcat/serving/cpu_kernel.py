@@ -53,7 +53,7 @@ def kind_of(dtype: torch.dtype) -> int:
 
 @functools.cache
 def key_table(dtype: torch.dtype | None, scale: float) -> np.ndarray:
-    """The keys that the codes of pages in 8 bits stand for, float32, in the order of the codes.
+    """The keys that the codes of pages in 8 bits represent, float32, in the order of the codes.
 
     Args:
         dtype: of the codes, one of torch's with 8 bits; None: the pages have the numbers of the
