@@ -55,7 +55,7 @@ endef
 # CPUs. test-vllm-more are the slow tests of both files: two workers, and a model of every family in an engine of its own.
 VLLM ?= .venv-vllm
 test-vllm: $(VLLM)/ready ## compact documents in a vLLM server on a CPU
-	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_cpu_kernel.py tests/serving/test_serving_vllm.py
+	$(VLLM)/bin/python -m pytest -q tests/serving/test_serving_cpu_kernel.py tests/serving/test_serving_vllm_pages.py tests/serving/test_serving_vllm.py
 
 test-vllm-more: $(VLLM)/ready ## in vLLM with two workers, and with a model of every family; ten minutes
 	$(VLLM)/bin/python -m pytest -q -m slow tests/serving/test_serving_vllm.py tests/serving/test_serving_vllm_families.py

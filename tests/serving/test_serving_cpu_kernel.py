@@ -8,18 +8,51 @@ from kvcat.serving.document_attention import DocumentLayer, attend_documents
 pytest.importorskip("numba", reason="comes with vLLM (make test-vllm)")
 import numpy as np
 
-from kvcat.serving.cpu_kernel import KernelLayer, attend, key_places, kind_of
+from kvcat.serving.cpu_kernel import (
+    KernelLayer,
+    _read_pages,
+    attend,
+    key_places,
+    key_table,
+    kind_of,
+)
 
 DIM, GROUP, HEADS, CELLS = 16, 3, 2, 4
 PAST = [0, 5, 9]  # tokens of each text before its new ones
 NEW = [6, 3, 1]
 
 
+@pytest.mark.parametrize("codes", [torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_code_is_read_as_the_number_of_torchs_type(codes):
+    bias, digits = (7, 3) if codes == torch.float8_e4m3fn else (15, 2)
+    each = torch.arange(256, dtype=torch.uint8)
+    made = np.empty((1, 256), np.float32)
+    for scale in (1.0, 0.25, 0.7):
+        _read_pages(each.data_ptr(), kind_of(torch.bfloat16), key_table(codes, scale), 256, made)
+        wanted = each.view(codes).float() * scale
+        assert torch.equal(torch.from_numpy(made[0]).nan_to_num(7e9), wanted.nan_to_num(7e9))
+    _read_pages(each.data_ptr(), kind_of(torch.float32), key_table(codes, 1.0), 256, made)
+    for code in range(256):
+        exponent, fraction = divmod(code % 128, 1 << digits)
+        size = fraction * 2.0 ** (1 - bias - digits)
+        if exponent > 0:
+            size = (1 + fraction / (1 << digits)) * 2.0 ** (exponent - bias)
+        if codes == torch.float8_e4m3fn and code % 128 == 127:
+            assert np.isnan(made[0, code])
+        elif codes == torch.float8_e5m2 and exponent == 31:
+            assert np.isnan(made[0, code]) if fraction else np.isinf(made[0, code])
+        else:
+            assert made[0, code] == (-size if code >= 128 else size)
+
+
 @pytest.mark.parametrize(("window", "threads"), [(-1, 1), (4, 3)])
 @pytest.mark.parametrize("is_regular", [True, False])
+@pytest.mark.parametrize(
+    ("codes", "key_scale"), [(None, 1.0), (torch.float8_e4m3fn, 0.7), (torch.float8_e5m2, 3.0)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
-    dtype, is_regular, window, threads, monkeypatch
+    dtype, codes, key_scale, is_regular, window, threads, monkeypatch
 ):
     generator = torch.Generator().manual_seed(0)
 
@@ -45,12 +78,12 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
     blocks = torch.randperm(sum(num_pages), generator=generator).split(num_pages)
     blocks[2][0] = blocks[1][0]  # texts with the same beginning share a page
     table = torch.nn.utils.rnn.pad_sequence(blocks, batch_first=True)
-    pages = (2 * draw(sum(num_pages), HEADS, 2 * CELLS * DIM)).to(dtype)
+    pages = 2 * draw(sum(num_pages), HEADS, 2 * CELLS * DIM)
     pages[0, 0, 0] = 6e-8  # the smallest float16
+    pages = (pages / key_scale).to(codes or dtype)
     places = torch.arange(DIM * CELLS).view(DIM, CELLS) + 7
     if not is_regular:
-        permuted = torch.randperm(2 * CELLS * DIM, generator=generator)
-        places = permuted[: DIM * CELLS].view(DIM, CELLS)
+        places = torch.randperm(DIM * CELLS, generator=generator).view(DIM, CELLS)
     batch = torch.randperm(len(rows) + 2, generator=generator)[: len(rows)]
     # of a batch with other tokens, whose queries are a part of a larger tensor
     queries = draw(len(rows) + 2, HEADS + 1, GROUP, DIM).to(dtype)[:, 1:]
@@ -61,9 +94,10 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
     attend(
         queries.data_ptr(), queries.stride(0) * size,
         output.data_ptr(), output.stride(0) * size,
-        pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size,
-        kind_of(dtype), GROUP, np.float32(0.3), window, key_places(places.numpy()), batch.numpy(),
-        positions.numpy(), table[rows].int().numpy(), np.array([0, 5, 6, 10]),
+        pages.data_ptr(), pages.stride(0) * pages.itemsize, pages.stride(1) * pages.itemsize,
+        kind_of(dtype), key_table(codes, key_scale), GROUP, np.float32(0.3), window,
+        key_places(places.numpy()), batch.numpy(), positions.numpy(), table[rows].int().numpy(),
+        np.array([0, 5, 6, 10]),
         np.array([held[number].addresses for number, _, _ in sections]),
         np.array([held[number].starts for number, _, _ in sections]),
     )  # fmt: skip
@@ -72,10 +106,11 @@ def test_documents_and_pages_have_the_attention_and_the_share_of_plain_torch(
         by_head, [(layers[0], 0, 6), (layers[1], 6, 10)], positions, scale=0.3
     )
     wanted = before.clone()
+    page_keys = pages.float() * key_scale
     for token, (row, position) in enumerate(zip(rows, positions.tolist(), strict=True)):
         first = max(0, position - window + 1) if window > 0 else 0
         for head in range(HEADS):
-            keys = pages[blocks[row], head][:, places].transpose(1, 2).flatten(0, 1).float()
+            keys = page_keys[blocks[row], head][:, places].transpose(1, 2).flatten(0, 1)
             scores = by_head[head, token] @ keys[first : position + 1].T * 0.3
             share = torch.sigmoid(mass[head, token] - scores.logsumexp(-1))
             of_pages = before[batch[token], head].float()

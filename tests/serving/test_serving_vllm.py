@@ -681,7 +681,7 @@ def test_a_store_is_served_and_a_request_with_an_adapter_reads_no_document(world
         ("alibi_slopes", [0.5], "ALiBi"),
         ("sinks", torch.ones(1), "attention sinks"),
         ("kv_sharing_target_layer_name", "layers.0", "keys and values of another layer"),
-        ("kv_cache_dtype", "fp8_e4m3", "pages in fp8_e4m3"),
+        ("kv_cache_dtype", "fp8_per_token_head", "pages in fp8_per_token_head"),
     ],
 )
 def test_a_layer_whose_attention_to_documents_would_be_wrong_is_rejected(name, value, message):
@@ -694,4 +694,24 @@ def test_a_layer_whose_attention_to_documents_would_be_wrong_is_rejected(name, v
     setattr(layer, name, value)
     assert f"layer layers.1: documents are not served with {message}" in refusal(
         check_layer, "layers.1", layer
+    )
+
+
+@pytest.mark.parametrize("pages", ["fp8", "fp8_e4m3", "fp8_e5m2"])
+def test_pages_in_fp8_are_rejected_on_a_gpu_and_not_on_a_cpu(pages, monkeypatch):
+    from vllm.v1.attention.backends import fa_utils
+
+    from kvcat.serving.vllm import cpu
+    from kvcat.serving.vllm.connector import check_layer
+
+    # so that the module is imported where there is no GPU
+    monkeypatch.setattr(fa_utils, "flash_attn_varlen_func", None, raising=False)
+    from kvcat.serving.vllm import cuda
+
+    on_cpu, on_gpu = object.__new__(cpu.DocumentsImpl), object.__new__(cuda.DocumentsImpl)
+    for layer in (on_cpu, on_gpu):
+        layer.kv_cache_dtype = pages
+    check_layer("layers.1", on_cpu)
+    assert f"documents are not served with pages in {pages}" in refusal(
+        check_layer, "layers.1", on_gpu
     )

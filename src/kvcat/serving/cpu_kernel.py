@@ -35,9 +35,9 @@ _TILE = 16
 _OPTIONS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "cache": True}
 # of ``_attend``: it is compiled when this module is imported, not for the first request
 _TYPES = (
-    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float32, "
-    "int64, int64[:, ::1], int64[::1], int64[::1], int32[:, ::1], int64[::1], int64[:, ::1], "
-    "int64[:, ::1])"
+    "void(int64, int64, int64, int64, int64, int64, int64, int64, int64, int64, float32[::1], "
+    "int64, float32, int64, int64[:, ::1], int64[::1], int64[::1], int32[:, ::1], int64[::1], "
+    "int64[:, ::1], int64[:, ::1])"
 )
 _FLOAT32, _BFLOAT16, _FLOAT16 = range(3)
 _KINDS = {torch.float32: _FLOAT32, torch.bfloat16: _BFLOAT16, torch.float16: _FLOAT16}
@@ -51,8 +51,22 @@ def kind_of(dtype: torch.dtype) -> int:
     return _KINDS[dtype]
 
 
+@functools.cache
+def key_table(dtype: torch.dtype | None, scale: float) -> np.ndarray:
+    """The keys that the codes of pages in 8 bits represent, float32, in the order of the codes.
+
+    Args:
+        dtype: of the codes, one of torch's with 8 bits; None: the pages have the numbers of the
+            queries, and the table is empty.
+        scale: what the engine divides keys by before it rounds them.
+    """
+    if dtype is None:
+        return np.empty(0, np.float32)
+    return (torch.arange(256, dtype=torch.uint8).view(dtype).float() * scale).numpy()
+
+
 def key_places(places: np.ndarray) -> np.ndarray:
-    """Places of keys in a page, (head_dim, cells), as ``_attend`` reads them.
+    """Places of keys in the first half of a page, (head_dim, cells), as ``_attend`` reads them.
 
     They are negative, -1 - place, if not all keys are successive.
     """
@@ -172,6 +186,20 @@ def _read(address, kind, width, numbers):
                 bits[row, i] = ((half[row, i] & 0x7FFF) << 13) | ((half[row, i] & 0x8000) << 16)
             for i in range(count):
                 numbers[row, i] *= _HALF_UNIT
+
+
+@numba.njit(**_OPTIONS)
+@no_type_check
+def _read_pages(address, kind, table, width, numbers):
+    """``_read`` for pages: if the table is not empty, the numbers are codes of 8 bits."""
+    if len(table) == 0:
+        _read(address, kind, width, numbers)
+        return
+    num_rows, count = numbers.shape
+    codes = numba.carray(_pointer(address), (num_rows, width), np.uint8)
+    for row in range(num_rows):
+        for i in range(count):
+            numbers[row, i] = table[codes[row, i]]
 
 
 @numba.njit(**_OPTIONS)
@@ -342,23 +370,26 @@ def _attend_slots(queries, group, slots, kind, start, stop, positions, attended,
 
 @numba.njit(**_OPTIONS)
 @no_type_check
-def _read_page(page, kind, places, keys):
-    """The first keys of a page, (head_dim, cells)."""
+def _read_page(page, kind, table, places, in_page, keys):
+    """The first keys of a page, (head_dim, cells).
+
+    in_page: (1, numbers), room for the keys of a page in the page's order
+    """
     num_cells = places.shape[1]
     if places[0, 0] >= 0:
-        _read(page + places[0, 0] * _itemsize(kind), kind, num_cells, keys)
+        num_bytes = 1 if len(table) > 0 else _itemsize(kind)
+        _read_pages(page + places[0, 0] * num_bytes, kind, table, num_cells, keys)
         return
+    _read_pages(page, kind, table, in_page.shape[1], in_page)
     for d in range(len(keys)):
         for cell in range(keys.shape[1]):
-            place = -1 - places[d, cell]
-            key = keys[d : d + 1, cell : cell + 1]
-            _read(page + place * _itemsize(kind), kind, 1, key)
+            keys[d, cell] = in_page[0, -1 - places[d, cell]]
 
 
 @numba.njit(**_OPTIONS)
 @no_type_check
 def _weigh_pages(
-    queries, group, positions, pages, block_step, kind, places, tables, window, peaks, masses
+    queries, group, positions, pages, block_step, kind, table, places, blocks, window, peaks, masses
 ):  # fmt: skip
     """The peaks and masses of tokens' scores over the pages of one KV head: the sum of e^score is
     mass e^peak.
@@ -371,6 +402,7 @@ def _weigh_pages(
     num_tokens = len(positions)
     head_dim, num_cells = places.shape
     keys = np.zeros(head_dim * num_cells + _TILE, np.float32)
+    in_page = np.empty((1, head_dim * num_cells), np.float32)
     scores = np.empty((len(queries), num_cells + _TILE), np.float32)
     powers = np.empty(num_cells + _TILE, np.int32)
     first_seen = max(0, positions.min() - window + 1) if window > 0 else 0
@@ -379,16 +411,16 @@ def _weigh_pages(
         stop = 0
         while stop < num_tokens:
             start = stop
-            block = tables[start, page]
+            block = blocks[start, page]
             last = positions[start]
-            while stop < num_tokens and tables[stop, page] == block:
+            while stop < num_tokens and blocks[stop, page] == block:
                 last = max(last, positions[stop])
                 stop += 1
             if last < offset:
                 continue
             num_columns = min(num_cells, -(-(last + 1 - offset) // _TILE) * _TILE)
             of_page = keys[: head_dim * num_columns].reshape(head_dim, num_columns)
-            _read_page(pages + block * block_step, kind, places, of_page)
+            _read_page(pages + block * block_step, kind, table, places, in_page, of_page)
             rows = slice(start * group, stop * group)
             scores[rows] = 0
             _add_product(queries[rows], keys, num_columns, scores[rows], num_columns, head_dim)
@@ -407,7 +439,8 @@ def _weigh_pages(
 @no_type_check
 def _attend(
     first_task, last_task, query, query_step, output, output_step, pages, block_step, head_step,
-    kind, group, scale, window, places, batch_tokens, positions, tables, sections, slots, starts,
+    kind, table, group, scale, window, places, batch_tokens, positions, blocks, sections, slots,
+    starts,
 ):  # fmt: skip
     """Merge the attention of tokens to their documents into that to their pages.
 
@@ -421,13 +454,14 @@ def _attend(
         pages, block_step, head_step: address of the first page, and the steps from a block, and
             from a KV head, to the next one.
         kind: of all these numbers, and of those of documents.
+        table: what ``key_table`` made: if it is not empty, pages have codes.
         group: query heads of a KV head.
         scale: factor on q.k, float32.
         window: of the layer; below 1: none.
         places: (head_dim, cells), what ``key_places`` made; head_dim is a multiple of ``_TILE``.
         batch_tokens: (tokens), numbers of the tokens in the batch, section after section.
         positions: (tokens), in their texts.
-        tables: (tokens, pages), the blocks of each token's text.
+        blocks: (tokens, pages), those of each token's text.
         sections: (sections + 1), the first of their tokens, and the end of the last one.
         slots: (sections, 4), the ``addresses`` of the sections' ``KernelLayer``.
         starts: (sections, kv_heads + 1), its ``starts``.
@@ -459,7 +493,7 @@ def _attend(
         page_masses = np.zeros(num_rows, np.float32)
         _weigh_pages(
             queries, group, positions[first:last], pages + head * head_step, block_step, kind,
-            places, tables[first:last], window, page_peaks, page_masses,
+            table, places, blocks[first:last], window, page_peaks, page_masses,
         )  # fmt: skip
         for token in range(first, last):
             address = output + batch_tokens[token] * output_step + head * num_bytes

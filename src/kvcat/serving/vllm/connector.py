@@ -33,7 +33,6 @@ from kvcat.serving.vllm.worker import WORKER
 logger = init_logger(__name__)
 NO_ADAPTERS = "documents belong to the model itself: a request with a LoRA adapter cannot name one"
 DEFAULT_CACHE_MB = 1024
-_PAGE_DTYPES = ("auto", "float16", "bfloat16", "float32")
 _NULL_BLOCK = 0  # of cells that no query sees any more: vLLM keeps none
 _PAGES = (kv_cache_interface.FullAttentionSpec, kv_cache_interface.SlidingWindowSpec)
 
@@ -494,7 +493,7 @@ def check_layer(name: str, impl: Any) -> None:
         "attention sinks": getattr(impl, "sinks", None) is not None,
         "keys and values of another layer": getattr(impl, "kv_sharing_target_layer_name", None)
         is not None,
-        f"pages in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in _PAGE_DTYPES,
+        f"pages in {impl.kv_cache_dtype}": impl.kv_cache_dtype not in impl.page_dtypes,
     }
     for problem, is_there in problems.items():
         if is_there:

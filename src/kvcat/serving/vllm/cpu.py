@@ -20,6 +20,12 @@ from kvcat.serving.vllm.worker import WORKER
 from kvcat.types import Tensor
 
 _SECTION = 16  # tokens of a document that one thread attends with
+# of the codes in pages, by vLLM's names; vLLM truncates numbers, and writes no infinity and no NaN
+_CODES = {
+    "fp8": torch.float8_e4m3fn,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+}
 
 
 @dataclass(frozen=True)
@@ -42,7 +48,13 @@ class _Plan:
 
 
 class DocumentsImpl(CPUAttentionBackendImpl):
-    """Attention over the pages, and over the documents that rows name."""
+    """Attention over the pages, and over the documents that rows name.
+
+    Pages may have codes of 8 bits. Queries, outputs and documents have the model's numbers, and
+    vLLM's kernel attends to the pages, so that only their keys are read here.
+    """
+
+    page_dtypes = ("auto", *_CODES)
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -87,20 +99,22 @@ class DocumentsImpl(CPUAttentionBackendImpl):
         """Merge the attention over documents into the output of their rows."""
         number = layer_number(layer.layer_name)
         documents = [WORKER.layers[digest][number] for digest in plan.digests]
-        num_bytes = kv_cache.itemsize
+        num_bytes = query.itemsize
+        num_page_bytes = kv_cache.itemsize
         self.kernel.attend(
             query.data_ptr(),
             query.stride(0) * num_bytes,
             output.data_ptr(),
             output.stride(0) * num_bytes,
             kv_cache.data_ptr(),
-            kv_cache.stride(0) * num_bytes,
-            kv_cache.stride(1) * num_bytes,
-            self.kernel.kind_of(kv_cache.dtype),
+            kv_cache.stride(0) * num_page_bytes,
+            kv_cache.stride(1) * num_page_bytes,
+            self.kernel.kind_of(query.dtype),
+            self.kernel.key_table(_CODES.get(self.kv_cache_dtype), _key_scale(layer)),
             self.num_queries_per_kv,
             np.float32(self.scale),
             self.sliding_window,
-            _key_places(self, layer, kv_cache),
+            _key_places(self, layer, query.dtype, kv_cache),
             plan.tokens,
             plan.positions,
             plan.tables,
@@ -119,36 +133,47 @@ class DocumentsBackend(CPUAttentionBackend):
         return DocumentsImpl
 
 
-def _key_places(impl: DocumentsImpl, layer: Any, kv_cache: Tensor) -> np.ndarray:
+def _key_scale(layer: Any) -> float:
+    """What vLLM divides a layer's keys by in pages of 8 bits: the checkpoint's scale, or 1."""
+    return layer._k_scale_float  # noqa: SLF001 (vLLM's backends read it as well)
+
+
+def _key_places(
+    impl: DocumentsImpl, layer: Any, dtype: torch.dtype, kv_cache: Tensor
+) -> np.ndarray:
     """Where a page of a head holds the channels of its keys, (head_dim, cells).
 
-    The layout depends on the processor. Numbered keys are written into a page with the kernel that
-    the engine uses, and are looked for. All layers with pages of one form share the result.
+    The layout depends on the processor and on the types of numbers. Keys with one bit of their own
+    number are written into a page with the kernel that the engine uses, bit after bit: whatever the
+    cells hold, 0 and another number differ. All layers with pages of one form share the result.
 
     Args:
         impl: writes keys and values.
         layer: the attention layer.
-        kv_cache: its pages, (blocks, kv_heads, cells, 2 head_dim).
+        dtype: of the keys that the model computes.
+        kv_cache: the layer's pages, (blocks, kv_heads, cells, 2 head_dim).
+
+    Raises:
+        RuntimeError: the first half of a page does not hold every key once.
     """
-    form = (tuple(kv_cache.shape[1:]), kv_cache.dtype)
+    form = (tuple(kv_cache.shape[1:]), dtype, kv_cache.dtype, layer.isa)
     if form not in _PLACES:
         _, num_heads, cells, width = kv_cache.shape
-        head_dim = width // 2
-        digit = 128  # numbers that all types of cells hold exactly
+        num_keys = cells * width // 2
         pages = kv_cache.new_zeros(1, num_heads, cells, width)
-        numbers = torch.arange(cells * head_dim).view(cells, 1, head_dim)
-        number_of_cell = torch.zeros(cells * width, dtype=torch.long)
-        factor = 1
-        while factor <= cells * head_dim:
-            keys = (numbers // factor % digit + 1).expand(-1, num_heads, -1).to(pages.dtype)
+        numbers = torch.arange(num_keys).view(cells, 1, -1)
+        number_at = torch.zeros(num_keys, dtype=torch.long)
+        for bit in range(num_keys.bit_length()):
+            # with this factor, cells hold numbers near 1
+            keys = (numbers >> bit & 1).expand(-1, num_heads, -1) * _key_scale(layer)
+            keys = keys.to(dtype).contiguous()
             values = torch.zeros_like(keys)
-            impl.do_kv_cache_update(layer, keys.contiguous(), values, pages, torch.arange(cells))
-            number_of_cell += pages[0, 0].flatten().long().sub(1) * factor
-            factor *= digit
-        is_key = pages[0, 0].flatten() > 0
-        places = torch.empty(cells * head_dim, dtype=torch.long)
-        places[number_of_cell[is_key]] = is_key.nonzero().flatten()
-        in_order = places.view(cells, head_dim).T.contiguous()
+            impl.do_kv_cache_update(layer, keys, values, pages, torch.arange(cells))
+            number_at += (pages[0, 0].flatten()[:num_keys] != 0).long() << bit
+        places = number_at.argsort()
+        if not torch.equal(number_at[places], numbers.flatten()):
+            raise RuntimeError(f"vLLM's pages for {layer.isa} have a layout that kvcat cannot read")
+        in_order = places.view(cells, -1).T.contiguous()
         _PLACES[form] = impl.kernel.key_places(in_order.numpy())
     return _PLACES[form]
 

@@ -112,6 +112,9 @@ def attend_flash(
 class DocumentsImpl(FlashAttentionImpl):
     """Attention over the pages, and over the documents that rows name."""
 
+    # with FP8 pages, queries would be in 8 bits as well
+    page_dtypes = ("auto", "float16", "bfloat16", "float32")
+
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.reserved_bytes = reserved_bytes(get_current_vllm_config_or_none())
