@@ -382,7 +382,7 @@ class Server:
         settings = {"HF_HUB_OFFLINE": "1"}
         if is_cpu:
             settings |= {
-                "VLLM_CPU_KVCACHE_SPACE": "3",
+                "VLLM_CPU_KVCACHE_SPACE": "1",
                 "OMP_NUM_THREADS": str(options.threads),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             }
