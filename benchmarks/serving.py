@@ -4,7 +4,7 @@
     python benchmarks/serving.py one --data textbooks.parquet --tokens 1000 --keep 0.2
     python benchmarks/serving.py vllm --data textbooks.parquet --device cuda
 
-    python benchmarks/serving.py --collect RECORDS     # puts the records away
+    python benchmarks/serving.py --collect RECORDS     # adds the records to those kept
     python benchmarks/serving.py --write               # the tables of docs/serving.md and README
     python benchmarks/serving.py --check               # exit code 1 if they are different
 
@@ -47,7 +47,7 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from leaderboard import RECORDS, ROOT, wrapped, write_or_check, write_table
+from leaderboard import RECORDS, ROOT, add_to_table, wrapped, write_or_check
 from long_documents import Document
 from named_models import NamedModel
 from questions import DIGITS, LINE, right
@@ -66,11 +66,13 @@ from kvcat.settings import Sampling
 from kvcat.text.template import chat_parts
 
 PAGE = ROOT / "docs" / "serving.md"
-FACTS = ("date", "kvcat", "python", "torch", "transformers", "platform", "cpu", "threads")
+FACTS = ("date", "kvcat", "python", "torch", "transformers", "platform", "threads")
+ENGINE_VERSIONS = ("vllm", "xllamacpp")
 ABOUT = (
     "model", "documents", "tokens", "keep", "slots", "fullest", "slot_bytes", "cell_bytes",
-    "layer_heads", "dense_tokens", "compact_file", "document_bytes", "equal", "device", "load",
+    "layer_heads", "dense_tokens", "compact_file", "document_bytes", "equal", "device", "load", "cpu",
 )  # fmt: skip
+KEY = ["kind", "model", "documents", "tokens", "keep", "device", "engine", "mode", "requests"]
 BLOCK = 32  # cells of a page
 QUESTION = "What is the phone number of {}?"
 MODES = {
@@ -197,21 +199,20 @@ def is_right(document, answer, code):
 
 
 def put_away(files):
-    """Write the records of measurements as they are kept: a row for each run."""
+    """Add the records of measurements to those kept, a row for each run."""
     records = [record for file in files for record in read_jsonl(file)]
-    facts = {name: records[0][name] for name in FACTS}
-    facts["vllm"] = next(record["vllm"] for record in records if "vllm" in record)
-    facts["xllamacpp"] = next(
-        (record["xllamacpp"] for record in records if "xllamacpp" in record), ""
-    )
-    paths = re.compile(r" --(?:work|records|python) \S+|\.\.\./")
-    facts["commands"] = [paths.sub("", record["command"]) for record in records]
+    file = RECORDS / "serving.json"
+    facts = read_json(file) if file.exists() else {"commands": [], "vllm": "", "xllamacpp": ""}
+    paths = re.compile(r" --(?:work|records|python) \S+|=\.\.\./\S+|\.\.\./")
+    new = [paths.sub("", record["command"]) for record in records]
+    facts["commands"] = list(dict.fromkeys([*facts["commands"], *new]))
     rows = []
     for record in records:
+        facts |= {name: record[name] for name in (*FACTS, *ENGINE_VERSIONS) if name in record}
         about = {name: record.get(name) for name in ABOUT}
-        rows += [about | {"kind": record["engine"]} | run for run in record["runs"]]
-    write_table("serving", pd.DataFrame(rows))
-    write_json(RECORDS / "serving.json", facts)
+        rows += [about | {"engine": "", "kind": record["engine"]} | run for run in record["runs"]]
+    add_to_table("serving", pd.DataFrame(rows), KEY)
+    write_json(file, facts)
 
 
 def figures_of(values, form):
@@ -223,6 +224,11 @@ def commands(facts, engine):
     """The commands of an engine's measurements."""
     of_engine = [command for command in facts["commands"] if f"serving.py {engine} " in command]
     return " and ".join(f"`python benchmarks/{command}`" for command in of_engine)
+
+
+def cpus(rows):
+    """The processors of some rows."""
+    return " or ".join(rows["cpu"].unique())
 
 
 def megabytes(num_bytes):
@@ -237,7 +243,7 @@ def vllm_table():
     counts = figures_of(sorted(rows["requests"].unique()), "d")
     about = (
         f"Measured by {commands(facts, 'vllm')}, {facts['date']}, {facts['vllm']}, torch "
-        f"{facts['torch']}, {facts['cpu']}, float32, one thread of a machine that others used "
+        f"{facts['torch']}, {cpus(rows)}, float32, one thread of a machine that others used "
         f"(load {rows['load'].max():.0f}). Two servers take turns, and the best round counts. MB "
         "of documents: what is allocated for compact ones, otherwise pages in use less those of "
         "questions and answers, where they are most. Right: numbers that the "
@@ -315,7 +321,7 @@ def one_table():
         f"{setting['model']}, a document of {setting['tokens']:,} tokens, compact at {keep} of the "
         f"slots, one question after the other. Measured by {commands(facts, 'one')} "
         f"(vLLM: the table below, its documents together), {facts['date']}, xllamacpp "
-        f"{facts['xllamacpp']}, {facts['cpu']}, one thread, load {setting['load']:.0f}; float32, "
+        f"{facts['xllamacpp']}, {cpus(rows)}, one thread, load {setting['load']:.0f}; float32, "
         "in llama.cpp float16. The first time: reading the text, or loading the cache's file; "
         "llama.cpp restores its cache for every question. Afterwards: medians with the document in "
         "memory."
