@@ -70,7 +70,8 @@ FACTS = ("date", "kvcat", "python", "torch", "transformers", "platform", "thread
 ENGINE_VERSIONS = ("vllm", "xllamacpp")
 ABOUT = (
     "model", "documents", "tokens", "keep", "slots", "fullest", "slot_bytes", "cell_bytes",
-    "layer_heads", "dense_tokens", "compact_file", "document_bytes", "equal", "device", "load", "cpu",
+    "layer_heads", "dense_tokens", "compact_file", "document_bytes", "equal", "device", "load",
+    "cpu",
 )  # fmt: skip
 KEY = ["kind", "model", "documents", "tokens", "keep", "device", "engine", "mode", "requests"]
 BLOCK = 32  # cells of a page
