@@ -519,10 +519,17 @@ def one_writer(folder: Path, name: str = LOCK_FILE, *, timeout: float = 0.0) -> 
             shutil.rmtree(folder)
 
 
-def remove_partial(folder: Path) -> None:
-    """Remove temporary files of killed writers; the caller must hold ``one_writer``."""
+def remove_partial(folder: Path, name: str | None = None) -> None:
+    """Remove temporary files of killed writers; the caller must hold the lock of what they wrote.
+
+    Args:
+        folder: of the files.
+        name: of the target that they were to replace; None: of all.
+    """
     for path in folder.glob(f"{_PARTIAL}*"):
-        _remove(path)
+        *_, target = path.name.split("-", 3)  # as in ``_partial_path``
+        if name in (None, target):
+            _remove(path)
 
 
 def _sync(*paths: Path) -> None:

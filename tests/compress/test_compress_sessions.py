@@ -500,6 +500,22 @@ def test_a_file_in_use_by_another_process_is_rejected_and_free_when_that_one_end
     Session.load(path, model, tokenizer).close()
 
 
+def test_what_a_killed_process_had_written_is_removed_with_the_next_lock(
+    model, tokenizer, make, tmp_path
+):
+    path = tmp_path / "talk.session"
+    with make() as session:
+        session.append(TOKENS[:60])
+        session.save(path)
+    of_another = tmp_path / ".partial-1-2-a-talk.session"
+    partial = tmp_path / ".partial-1-2-talk.session"
+    for file in (partial, of_another):
+        file.write_bytes(b"a part")
+    with Session.load(path, model, tokenizer):
+        assert not partial.exists()
+    assert of_another.exists()
+
+
 def test_a_session_with_a_compressor_object_names_its_method_again(
     model, tokenizer, make, tmp_path
 ):

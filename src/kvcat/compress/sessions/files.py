@@ -22,7 +22,7 @@ from kvcat.cache.files import (
 from kvcat.compress.query_set import QuerySet
 from kvcat.compress.sessions.state import SessionState
 from kvcat.errors import InputError, one_line
-from kvcat.files import make_folder
+from kvcat.files import make_folder, remove_partial
 from kvcat.models.rounded import Rounded
 from kvcat.options import typed_fields
 from kvcat.types import Tensor, at_least_float32
@@ -79,7 +79,8 @@ class SavedSession:
 def session_lock(path: Path) -> AbstractContextManager[None]:
     """A lock on a session's file, held until its block ends; it is taken by this call.
 
-    The operating system releases it when the process ends, for whatever reason.
+    The operating system releases it when the process ends, for whatever reason. What a process that
+    was killed had written of the file is removed.
 
     Raises:
         InputError: another session holds it, or the folder cannot be written to.
@@ -94,6 +95,7 @@ def session_lock(path: Path) -> AbstractContextManager[None]:
         ) from None
     except OSError as error:
         raise InputError(f"cannot lock session {path}: {error.strerror}") from None
+    remove_partial(path.parent, path.name)
     return _released(lock)
 
 
