@@ -212,7 +212,9 @@ def put_away(files):
         facts |= {name: record[name] for name in (*FACTS, *ENGINE_VERSIONS) if name in record}
         about = {name: record.get(name) for name in ABOUT}
         rows += [about | {"engine": "", "kind": record["engine"]} | run for run in record["runs"]]
-    add_to_table("serving", pd.DataFrame(rows), KEY)
+    table = pd.DataFrame(rows)
+    table["device"] = table["device"].fillna("")  # as an empty cell of the table is read
+    add_to_table("serving", table, KEY)
     write_json(file, facts)
 
 

@@ -89,13 +89,14 @@ def session_lock(path: Path) -> AbstractContextManager[None]:
     lock = FileLock(path.with_name(f".{path.name}.lock"), timeout=0)
     try:
         lock.acquire()
+        remove_partial(path.parent, path.name)
     except Timeout:
         raise InputError(
             f"session {path} is in use, in another process or in this one: close it there first"
         ) from None
     except OSError as error:
+        lock.release()
         raise InputError(f"cannot lock session {path}: {error.strerror}") from None
-    remove_partial(path.parent, path.name)
     return _released(lock)
 
 
