@@ -13,6 +13,7 @@ number of Anna is 48213." It is compressed by every method to every --keep. One 
     attention-matching, snapkv, h2o, ...   any method; with one that is fitted to queries the
                    document is repeated, a long one in parts
     one-fit        attention-matching fitted to all parts together: the oracle of fits by part
+    in-pieces      attention-matching, each piece before the next one is read (--in-pieces)
     one-repetition one repetition of the whole document, which needs twice its positions
     truncated      both ends of the text, as many tokens as the others have slots
 
@@ -55,9 +56,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import kvcat
 from kvcat.cache import CompactCache
-from kvcat.compress import AttentionMatching, Trace, make_compressor, parse_method, segments
+from kvcat.compress import (
+    AttentionMatching,
+    Trace,
+    make_compressor,
+    parse_method,
+    segments,
+    slots_for,
+)
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction, sequence_trace
+from kvcat.compress.pieces import compress_in_pieces
 from kvcat.errors import InputError, run_script
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.haystacks import draws, number, shuffled
@@ -75,6 +84,7 @@ CELL = (
 KEY = ["model", "document", "tokens", "method", "keep", "question"]
 LATER = 256
 ONE_FIT = "one-fit"
+IN_PIECES = "in-pieces"
 ONE_REPETITION = "one-repetition"
 TRUNCATED = "truncated"
 DENSE = "dense"
@@ -82,6 +92,7 @@ PAGE = ROOT / "docs" / "long-documents.md"
 PICTURE = ROOT / "docs" / "long-documents.png"
 LABELS = {
     "attention-matching": "the default, repeated in parts",
+    IN_PIECES: "the same in pieces",
     ONE_FIT: "the same, all parts fitted together",
     ONE_REPETITION: "the same, the whole document repeated at once",
     "kvpress:KVzipPress": "KVzip (kvpress)",
@@ -89,7 +100,7 @@ LABELS = {
     "h2o": "H2O",
     TRUNCATED: "text cut",
 }
-METHODS = ("attention-matching", ONE_FIT, ONE_REPETITION, "snapkv", "h2o", TRUNCATED)
+METHODS = ("attention-matching", IN_PIECES, ONE_FIT, ONE_REPETITION, "snapkv", "h2o", TRUNCATED)
 
 
 @dataclass(frozen=True)
@@ -216,6 +227,13 @@ def compressed(trace: Trace, method: str, keep: float) -> CompactCache:
     return make_compressor(name, **options)(trace, keep_ratio=keep)
 
 
+def compressed_in_pieces(model: PreTrainedModel, document: Document, keep: float) -> CompactCache:
+    """The cache of the document in pieces, not rounded."""
+    sequence = reconstruction(document.tokenizer, document.parts[0])
+    num_slots = slots_for(sequence.prefix_len, keep, None)
+    return compress_in_pieces(model, sequence, AttentionMatching(), num_slots)
+
+
 @torch.no_grad()
 def quality(
     model: PreTrainedModel, document: Document, dense: Dense, cache: CompactCache
@@ -258,6 +276,12 @@ def cells(
         spent: dict[str, float] = {}
 
         def run(method: str = method, keep: float = keep, spent: dict = spent) -> CompactCache:
+            if method == IN_PIECES:
+                spent["trace"] = 0.0  # part of the whole
+                made, spent["method_seconds"] = seconds_of(
+                    lambda: compressed_in_pieces(model, document, keep)
+                )
+                return made
             trace, spent["trace"] = seconds_of(lambda: traced(model, document, method))
             made, spent["method_seconds"] = seconds_of(lambda: compressed(trace, method, keep))
             return made
@@ -397,9 +421,10 @@ def page_table() -> str:
             "|---" * 9 + "|",
         ]
         for row in of_model.itertuples():
+            trace = f"{row.trace:.1f}" if row.method != IN_PIECES else "in the fit"
             lines.append(
                 f"| {row.tokens:,} | {row.documents} | {LABELS.get(row.method, f'`{row.method}`')} "
-                f"| {100 * row.keep:g} % | {row.trace:.1f} | {row.fit:.1f} | {row.memory:.1f} "
+                f"| {100 * row.keep:g} % | {trace} | {row.fit:.1f} | {row.memory:.1f} "
                 f"| {row.kl:.4f} | {row.right} of {row.asked} "
                 f"[{100 * row.low:.0f}, {100 * row.high:.0f}] |"
             )

@@ -393,11 +393,13 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
             ["--method", "gradient,num_steps=2", "--slots", 3],
             {"method": "gradient,num_steps=2", "num_slots": 3},
         ),
+        (["--keep", 0.5, "--in-pieces"], {"keep_ratio": 0.5, "in_pieces": True}),
     ],
 )
 def test_the_command_the_function_and_a_corpus_of_one_text_make_the_same_file(
-    options, settings, tmp_path
+    options, settings, tmp_path, monkeypatch
 ):
+    monkeypatch.setattr("kvcat.compress.pieces.PIECE_TOKENS", 24)
     text = "def add(first, second):\n    return first + second\n" * 3
     folder = tmp_path / "texts"
     folder.mkdir()

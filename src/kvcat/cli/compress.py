@@ -118,6 +118,11 @@ class _Cost:
             self._reading = share * (time.perf_counter() - self._begun)
         self._whole_bytes = sum(states.nbytes for states in (*trace.keys, *trace.values))
 
+    def add_piece(self, trace: "Trace", seconds: float) -> None:
+        """Count a piece of the document and the seconds of reading it."""
+        self._reading += seconds
+        self._whole_bytes += sum(states.nbytes for states in (*trace.keys, *trace.values))
+
     def print(self, num_tokens: int) -> None:
         """One line of what the document cost, and what 10,000 tokens would."""
         seconds = time.perf_counter() - self._begun
@@ -149,7 +154,7 @@ def _progress(
     from kvcat.compress.document_cache import Progress
     from kvcat.evals import progress_bar
 
-    progress = Progress(on_read=cost.end_reading, on_trace=cost.end_trace)
+    progress = Progress(on_read=cost.end_reading, on_trace=cost.end_trace, on_piece=cost.add_piece)
     compressor = document.compressor
 
     def show_size(num_slots: int, kl: float) -> None:

@@ -227,15 +227,15 @@ class Compressor(ABC):
         drawing: Any = self
         return self if drawing.seed == seed else replace(drawing, seed=seed)
 
-    def in_bits(self, bits: int | str) -> "Compressor":
-        """The same method whose caches are quantised.
+    def in_bits(self, bits: int | str | None) -> "Compressor":
+        """The same method whose caches are quantised; None: they are not.
 
         Raises:
-            InputError: neither 8 nor 4.
+            InputError: other bits than 8 and 4.
         """
-        quantized = copy.copy(self)
-        object.__setattr__(quantized, "bits", parse_bits(bits))
-        return quantized
+        other = copy.copy(self)
+        object.__setattr__(other, "bits", None if bits is None else parse_bits(bits))
+        return other
 
     def _quantized_caches(
         self, trace: Trace, sizes: Sequence[int], bits: int

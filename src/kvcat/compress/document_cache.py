@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerB
 from kvcat.attention import check_not_wrapped
 from kvcat.cache import BeyondHalfError, CompactCache
 from kvcat.cache.ranges import Range
-from kvcat.compress.base import Compressor
+from kvcat.compress.base import Compressor, slots_for
 from kvcat.compress.compare import smallest_cache
 from kvcat.compress.documents import (
     check_length,
@@ -22,6 +22,7 @@ from kvcat.compress.documents import (
     reconstruction,
     sequence_trace,
 )
+from kvcat.compress.pieces import compress_in_pieces, num_pieces
 from kvcat.compress.prefix import protecting
 from kvcat.compress.quantized import slots_and_bits
 from kvcat.compress.registry import seeded_compressor
@@ -42,6 +43,8 @@ class Progress:
         state: file from which the same gradient run continues after a kill; None saves nothing.
         on_read: called when a long document was read, before it is repeated in parts.
         on_trace: called with the document's trace.
+        on_piece: called with the trace of each piece that was read, and the seconds of reading it,
+            for a document that is compressed in pieces.
         on_step: called after every gradient step with its number and the KL before it.
         on_try: called after every size that ``max_kl`` tries with the slots and the KL.
     """
@@ -49,6 +52,7 @@ class Progress:
     state: Path | None = None
     on_read: Callable[[], None] = lambda: None
     on_trace: Callable[[Trace], None] = lambda _: None
+    on_piece: Callable[[Trace, float], None] = lambda _trace, _seconds: None
     on_step: OnTry | None = None
     on_try: OnTry | None = None
 
@@ -125,9 +129,41 @@ def compress_prepared(
     progress = progress or Progress()
     settings = document.settings
     compressor = document.compressor
+    if is_in_pieces(settings, document.sequence):
+        return compress_pieces(model, document.sequence, settings, compressor, progress.on_piece)
     trace = read_document(model, document.sequence, settings, compressor, progress.on_read)
     progress.on_trace(trace)
     return compress_trace(protecting(trace, document.protected), compressor, settings, progress)
+
+
+def is_in_pieces(settings: CacheSettings, sequence: Reconstruction) -> bool:
+    """Whether a document is compressed in pieces: it has more than one, and the settings say so."""
+    return settings.in_pieces and num_pieces(sequence.prefix_len) > 1
+
+
+def compress_pieces(
+    model: PreTrainedModel,
+    sequence: Reconstruction,
+    settings: CacheSettings,
+    compressor: Compressor,
+    on_piece: Callable[[Trace, float], None] = lambda _trace, _seconds: None,
+) -> CompactCache:
+    """The cache of a document that is compressed in pieces, in the size that settings name.
+
+    Args:
+        sequence: of one document.
+        compressor: that of the settings (``document_compressor``).
+        on_piece: as in ``Progress``.
+    """
+    size = settings.size
+    num_slots = slots_for(sequence.prefix_len, size.get("keep_ratio"), size.get("num_slots"))
+    cache = compress_in_pieces(model, sequence, compressor.in_bits(None), num_slots, on_piece)
+    if compressor.bits is not None:
+        return cache.quantize(compressor.bits)
+    if settings.bits == "auto":
+        with suppress(BeyondHalfError):  # nobody asked for bits: the numbers stay as they are
+            return cache.quantize(DEFAULT_BITS)
+    return cache
 
 
 def document_compressor(settings: CacheSettings) -> Compressor:
@@ -142,6 +178,16 @@ def document_compressor(settings: CacheSettings) -> Compressor:
     settings.check_learner(name if compressor.needs_predictions else None)
     if isinstance(settings, DocumentSettings) and settings.has_protection:
         compressor.check_protects()
+    if settings.in_pieces:
+        if not compressor.fits_queries:
+            raise InputError(
+                f"{name} fits no slots to a repetition: in_pieces needs attention-matching"
+            )
+        if compressor.bits not in (None, DEFAULT_BITS):
+            raise InputError(
+                f"in_pieces rounds the slots at the end, for which {compressor.bits} bits are too "
+                f"few: give bits {DEFAULT_BITS} or 16"
+            )
     return compressor
 
 

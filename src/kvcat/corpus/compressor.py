@@ -16,7 +16,12 @@ from kvcat.compress import (
     split_supervision,
     supervised_kl,
 )
-from kvcat.compress.document_cache import compress_trace, read_document
+from kvcat.compress.document_cache import (
+    compress_pieces,
+    compress_trace,
+    is_in_pieces,
+    read_document,
+)
 from kvcat.compress.parts import num_positions_in_parts
 from kvcat.corpus.manifest import Row, cache_file
 from kvcat.corpus.settings import CorpusSettings
@@ -149,16 +154,26 @@ class CorpusCompressor:
         """The cache of every document with its KL on held-out positions, if that is measured."""
         sequences = [encoded.sequence for encoded in batch if encoded.sequence is not None]
         input_ids = torch.cat([sequence.input_ids for sequence in sequences])
-        settings = replace(self.settings, supervision=batch[0].supervision)
-        sequence = replace(sequences[0], input_ids=input_ids)
-        trace = read_document(self.model, sequence, settings, self.settings.compressor)
-        together = self._compress(trace).to("cpu")
-        kls = self._held_out_kls(trace) if self.settings.check else [None] * len(batch)
-        for index, encoded in enumerate(batch):
-            cache = together.select([index])
+        supervision = batch[0].supervision
+        kls: list[float | None] = [None] * len(batch)
+        if is_in_pieces(self.settings, sequences[0]) and supervision == "reconstruction":
+            caches = (self._compress_pieces(sequence) for sequence in sequences)
+        else:
+            settings = replace(self.settings, supervision=supervision, in_pieces=False)
+            sequence = replace(sequences[0], input_ids=input_ids)
+            trace = read_document(self.model, sequence, settings, self.settings.compressor)
+            together = self._compress(trace).to("cpu")
+            caches = (together.select([index]) for index in range(len(batch)))
+            if self.settings.check:
+                kls = self._held_out_kls(trace)
+        for index, (encoded, cache) in enumerate(zip(batch, caches, strict=True)):
             document = encoded.document
             record = replace(cache.record, id=document.id, text_checksum=document.checksum)
             yield replace(cache, record=record), kls[index]
+
+    def _compress_pieces(self, sequence: Reconstruction) -> CompactCache:
+        cache = compress_pieces(self.model, sequence, self.settings, self.settings.compressor)
+        return cache.to("cpu")
 
     def _compress(self, trace: Trace) -> CompactCache:
         return compress_trace(trace, self.settings.compressor, self._document)

@@ -269,7 +269,7 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
     settings = parse_json(content, name)
     remedy = "compress the corpus again, into another store"
     check_format(f"store {storage.address}", settings.pop("format", None), _FORMAT, remedy)
-    typed_fields(_SETTINGS, {"budgets": "", **settings}, name)
+    typed_fields(_SETTINGS, {"budgets": "", "in_pieces": False, **settings}, name)
     return settings
 
 

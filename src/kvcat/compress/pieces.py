@@ -1,0 +1,103 @@
+"""Long documents in bounded memory: each piece is compressed before the next one is read.
+
+What a model holds on the way are the slots so far and one piece, in place of the whole text. Later
+pieces attend to what is compact already, and slots stay as they were fitted.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel
+
+from kvcat.cache import (
+    CompactCache,
+    FirstSlots,
+    document_digests,
+    fingerprint,
+    first_ids,
+    first_slots,
+)
+from kvcat.compress.base import Compressor
+from kvcat.compress.parts import repeated_tokens
+from kvcat.compress.sessions.inputs import compaction_obstacle
+from kvcat.compress.sessions.repetition import fitted_also_to
+from kvcat.compress.sessions.state import SessionState
+from kvcat.compress.trace import Reconstruction, Trace
+from kvcat.errors import InputError
+from kvcat.memory import return_freed_memory
+
+PIECE_TOKENS = 1024
+"""Most tokens of a text that are compressed at once."""
+
+
+def num_pieces(num_tokens: int) -> int:
+    """The number of pieces of a text with so many tokens."""
+    return -(-num_tokens // PIECE_TOKENS)
+
+
+@torch.no_grad()
+def compress_in_pieces(
+    model: PreTrainedModel,
+    sequence: Reconstruction,
+    compressor: Compressor,
+    num_slots: int,
+    on_piece: Callable[[Trace, float], None] = lambda trace, seconds: None,  # noqa: ARG005
+) -> CompactCache:
+    """The compact cache of a document that is read, repeated and compressed piece by piece.
+
+    Every piece gets a share of the slots that is in proportion to its tokens.
+
+    Args:
+        model: a decoder-only transformers model.
+        sequence: one text with the copy that supervises.
+        compressor: fits slots to queries, without bits.
+        num_slots: per layer and head, on average.
+        on_piece: called with the trace of every piece that was read, and the seconds of reading it.
+
+    Raises:
+        InputError: a model whose layers cannot be compressed so, or fewer slots than pieces.
+    """
+    obstacle = compaction_obstacle(model)
+    if obstacle:
+        raise InputError(obstacle)
+    prefix_len = sequence.prefix_len
+    count = num_pieces(prefix_len)
+    if num_slots < count:
+        raise InputError(f"{num_slots} slots are fewer than {count} pieces: keep more")
+    ids = sequence.input_ids[:, :prefix_len].to(model.device)
+    instruction = sequence.input_ids[0, prefix_len : sequence.supervision_start]
+    of_model = fingerprint(model)
+    edges = [prefix_len * number // count for number in range(count + 1)]
+    document: Any = None  # the cache of the pieces so far
+    slots_of_first: FirstSlots = ()
+    for start, stop in tqdm(list(pairwise(edges)), "pieces", delay=2.0, disable=None, leave=False):
+        begun = time.perf_counter()
+        state, _ = SessionState.empty(model, document).run(model, ids[0, start:stop])
+        trace = state.trace(model, of_model, num_later=0)
+        on_piece(trace, time.perf_counter() - begun)
+        fitted = fitted_also_to(trace, repeated_tokens(trace, instruction, 0))
+        size = num_slots * stop // prefix_len - num_slots * start // prefix_len
+        piece = compressor(fitted, num_slots=size)
+        del state, trace, fitted
+        return_freed_memory()
+        if document is None:
+            slots_of_first = first_slots([layer.heads() for layer in piece.ordinary_layers()], 0)
+            document = piece
+        else:
+            document = document.followed_by(piece)
+    record = replace(
+        document.record,
+        document=document_digests(ids),
+        first_ids=first_ids(ids),
+        first_slots=slots_of_first,
+        chat=sequence.chat,
+        chat_template=sequence.chat_template,
+        supervision="reconstruction",
+        appended=0,
+    )
+    return replace(document, record=record)
