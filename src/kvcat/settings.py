@@ -47,7 +47,7 @@ class CacheSettings:
         chat: Put document and prompts into the tokenizer's chat template, as user turns.
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
             depend on the length (LongRoPE), or with sliding windows, need it.
-        in_pieces: Compress each piece of a long document, 1,024 tokens, before the next one is
+        in_pieces: Compress each piece of a long document, 2,048 tokens, before the next one is
             read: half the time and memory, but less exact (docs/long-documents.md).
         seed: Seed of all random draws.
 

@@ -31,7 +31,7 @@ from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError
 from kvcat.memory import return_freed_memory
 
-PIECE_TOKENS = 1024
+PIECE_TOKENS = 2048
 """Most tokens of a text that are compressed at once."""
 
 
