@@ -92,7 +92,7 @@ PAGE = ROOT / "docs" / "long-documents.md"
 PICTURE = ROOT / "docs" / "long-documents.png"
 LABELS = {
     "attention-matching": "the default, repeated in parts",
-    IN_PIECES: "the same in pieces",
+    IN_PIECES: "the default, in pieces",
     ONE_FIT: "the same, all parts fitted together",
     ONE_REPETITION: "the same, the whole document repeated at once",
     "kvpress:KVzipPress": "KVzip (kvpress)",
@@ -397,7 +397,9 @@ def summary() -> pd.DataFrame:
                     "high": answered.high,
                 }
             )
-    return pd.DataFrame(means).sort_values("tokens", kind="stable")
+    shown = pd.DataFrame(means)
+    order = shown["method"].map({method: number for number, method in enumerate(LABELS)})
+    return shown.assign(order=order).sort_values(["tokens", "order"], kind="stable")
 
 
 def page_table() -> str:
@@ -452,7 +454,7 @@ def picture(shown: pd.DataFrame) -> bytes:
                 "marker": MARKERS[index],
             }
             row[0].errorbar(
-                curve["tokens"] * 1.01**index,  # side by side
+                curve["tokens"] * 1.03**index,  # side by side
                 100 * value,
                 yerr=100 * np.array([value - curve["low"], curve["high"] - value]),
                 capsize=2,
@@ -462,9 +464,9 @@ def picture(shown: pd.DataFrame) -> bytes:
             row[2].plot(curve["tokens"], curve["memory"], **style)
         titles = ("right answers, per cent", "time, readings of the text", "memory, whole caches")
         for axis, title in zip(row, titles, strict=True):
-            ticks = sorted(shown["tokens"].unique())
+            ticks = sorted(shown["tokens"][shown["model"] == model].unique())
             axis.set(xscale="log", title=title, xlabel=f"tokens of the document ({model})")
-            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks])
+            axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
             axis.minorticks_off()
             axis.set_ylim(bottom=0)
             axis.grid(alpha=0.3)

@@ -48,7 +48,7 @@ class CacheSettings:
         room: Number of tokens that prompt and answer may have. Only models whose rotary factors
             depend on the length (LongRoPE), or with sliding windows, need it.
         in_pieces: Compress each piece of a long document, 2,048 tokens, before the next one is
-            read: half the time and memory, but less exact (docs/long-documents.md).
+            read: bounded memory and less time, but less exact (docs/long-documents.md).
         seed: Seed of all random draws.
 
     Raises:
@@ -180,8 +180,9 @@ class DocumentSettings(CacheSettings):
     @property
     def of_whole(self) -> str:
         """A setting that is given and needs the whole document at once; empty: there is none."""
-        names = ("max_megabytes", "protect", "passages")
-        given = [name for name in names if getattr(self, name)]
+        if self.passages:
+            return "passages to protect"
+        given = [name for name in ("max_megabytes", "protect") if getattr(self, name) is not None]
         return given[0] if given else super().of_whole
 
     @classmethod

@@ -7,7 +7,7 @@ import torch
 
 import kvcat
 from kvcat.cache import CompactCache
-from kvcat.compress import AttentionMatching, Reconstruction, pieces, replay, trace
+from kvcat.compress import AttentionMatching, Reconstruction, parts, pieces, replay, trace
 from kvcat.compress.pieces import compress_in_pieces
 from tiny import byte_tokenizer, loud_model, refusal, sentences
 
@@ -110,8 +110,33 @@ def test_pieces_share_a_number_of_slots_that_they_do_not_divide(double, windows,
     )
     assert seen == [15, 16, 16]
     assert (cache.num_tokens, cache.mean_slots) == (47, 10)
-    message = refusal(compress_in_pieces, double, sequence, AttentionMatching(), 2)
-    assert "2 slots are fewer than 3 pieces" in message
+    # the shortest piece has 15 of the 47 tokens
+    least = compress_in_pieces(double, sequence, AttentionMatching(), 4)
+    assert least.mean_slots == 4
+    message = refusal(compress_in_pieces, double, sequence, AttentionMatching(), 3)
+    assert "num_slots is 3: 3 pieces need at least 4" in message
+
+
+def test_the_tokens_that_open_a_text_are_not_repeated(double, text, instruction):
+    """As in a document of one piece."""
+    sequence = sequence_of(text, instruction, first=2)
+    cache = compress_in_pieces(double, sequence, AttentionMatching(), 15)
+    alone = trace(double, sequence_of(text[:, :PIECE], instruction, first=2))
+    first = AttentionMatching()(alone, num_slots=5)
+    for ours, theirs in zip(cache.layers, first.layers, strict=True):
+        for our_head, their_head in zip(ours.heads()[0], theirs.heads()[0], strict=True):
+            assert torch.equal(our_head.keys[: len(their_head)], their_head.keys)
+            torch.testing.assert_close(our_head.values[: len(their_head)], their_head.values)
+
+
+def test_a_text_that_leaves_no_room_to_repeat_a_piece_is_rejected(instruction, monkeypatch):
+    monkeypatch.setattr(pieces, "PIECE_TOKENS", 128)
+    monkeypatch.setattr(parts, "PART_TOKENS", 64)
+    ids = torch.randint(1, 67, (1, 256), generator=torch.Generator().manual_seed(2))
+    sequence = sequence_of(ids, instruction, first=40)
+    for positions, message in ((300, "too few for it and"), (340, "to repeat its last piece")):
+        model = loud_model(max_position_embeddings=positions)
+        assert message in refusal(compress_in_pieces, model, sequence, AttentionMatching(), 50)
 
 
 @pytest.fixture(scope="module")
@@ -121,10 +146,18 @@ def document():
     return model, tokenizer, "".join(sentences(2, seed=5))
 
 
-def test_the_file_says_what_that_of_the_whole_document_says(document, tmp_path):
+CHATML = (
+    "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_the_file_says_what_that_of_the_whole_document_says(document, tmp_path, chat):
     made = {}
+    document[1].chat_template = CHATML
     for in_pieces in (False, True):
-        settings = kvcat.DocumentSettings(keep_ratio=0.5, in_pieces=in_pieces)
+        settings = kvcat.DocumentSettings(keep_ratio=0.5, in_pieces=in_pieces, chat=chat)
         kvcat.compress_document(*document, settings).save(tmp_path / "c")
         made[in_pieces] = CompactCache.load(tmp_path / "c")
     whole, ours = made[False], made[True]
@@ -133,7 +166,8 @@ def test_the_file_says_what_that_of_the_whole_document_says(document, tmp_path):
     assert ours.nbytes == pytest.approx(whole.nbytes, rel=0.05)
     assert len(ours.record.first_slots[0]) == len(whole.record.first_slots[0])
     assert replace(ours.record, first_slots=()) == replace(whole.record, first_slots=())
-    assert kvcat.compose(document[0], [whole, ours]).num_tokens == 2 * whole.num_tokens
+    if not chat:
+        assert kvcat.compose(document[0], [whole, ours]).num_tokens == 2 * whole.num_tokens
 
 
 def test_a_text_of_one_piece_has_the_cache_that_it_has_otherwise(document, monkeypatch):
@@ -152,7 +186,7 @@ def test_a_text_of_one_piece_has_the_cache_that_it_has_otherwise(document, monke
     [
         ("in_pieces and max_kl", {"max_kl": 0.1}),
         ("in_pieces and max_megabytes", {"max_megabytes": 1.0}),
-        ("in_pieces and passages", {"passages": ("cat",)}),
+        ("in_pieces and passages to protect", {"passages": ("cat",)}),
         ("in_pieces and supervision self", {"supervision": "self"}),
         ("snapkv fits no slots to a repetition", {"method": "snapkv"}),
         ("4 bits are too few", {"bits": "4"}),

@@ -25,7 +25,8 @@ from kvcat.corpus import compressor as compressor_module
 from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import check_store, open_writer
-from tiny import refusal, write_tiny_model
+from kvcat.files import read_json, write_json
+from tiny import refusal, sentences, write_tiny_model
 
 # store.json of a model that is not there
 STORED = {**CorpusSettings().record(), "dtype": "float32", "model": "large", "fingerprint": "2:00"}
@@ -73,6 +74,49 @@ def test_a_document_that_fits_only_once_is_made_without_its_copy_and_its_row_say
     # the KL on held-out positions needs the copy
     compress(source, tmp_path / "checked", CorpusSettings(num_slots=5, check=True))
     assert "supervision self" in Store(tmp_path / "checked").row("once").error
+
+
+def test_documents_in_pieces_have_the_caches_that_they_have_alone(
+    loaded, compress, tmp_path, monkeypatch
+):
+    monkeypatch.setattr("kvcat.compress.pieces.PIECE_TOKENS", 16)
+    parts = sentences(4, seed=3)
+    texts = {"forward": "".join(parts), "backward": "".join(parts[::-1]), "one piece": "the cat"}
+    rows = [{"id": id, "text": text} for id, text in texts.items()]
+    rows += [{"id": "once", "text": text_of(0, length=17)}, {"id": "long", "text": "the cat" * 150}]
+    source = write_rows(tmp_path / "corpus.jsonl", rows)
+    settings = {"keep_ratio": 0.5, "in_pieces": True}
+    compress(source, tmp_path / "store", CorpusSettings(**settings))
+    store = Store(tmp_path / "store")
+    assert store.row("forward").tokens == store.row("backward").tokens > 16
+    for id, text in texts.items():
+        alone = kvcat.compress_document(*loaded, text, kvcat.DocumentSettings(**settings))
+        for layer, expected in zip(store[id].layers, alone.layers, strict=True):
+            for name, tensor in expected.tensors().items():
+                assert torch.equal(layer.tensors()[name], tensor)
+    # too long to be repeated: fitted to its own queries, as a whole
+    assert store.row("once").supervision == "self"
+    assert store["once"].metadata["supervision"] == "self"
+    assert "tokens, and the model 256 positions" in store.row("long").error
+
+
+def test_a_store_holds_caches_in_pieces_or_none(corpus, compress, tmp_path):
+    for in_pieces in (False, True):
+        store = tmp_path / str(in_pieces)
+        compress(corpus, store, CorpusSettings(num_slots=5, in_pieces=in_pieces))
+        other = CorpusSettings(num_slots=5, in_pieces=not in_pieces)
+        message = refusal(compress, corpus, store, other)
+        assert f"was made with in_pieces {in_pieces}, not {not in_pieces}" in message
+
+
+def test_a_store_that_is_older_than_a_setting_has_its_default(corpus, compress, tmp_path):
+    settings = CorpusSettings(num_slots=5)
+    compress(corpus, tmp_path / "store", settings)
+    file = tmp_path / "store" / "store.json"
+    recorded = read_json(file)
+    assert recorded.pop("in_pieces") is False
+    write_json(file, recorded)
+    assert compress(corpus, tmp_path / "store", settings).num_kept == 6
 
 
 def test_a_document_with_all_its_slots_has_the_keys_of_transformers(

@@ -22,7 +22,7 @@ from kvcat.compress.documents import (
     reconstruction,
     sequence_trace,
 )
-from kvcat.compress.pieces import compress_in_pieces, num_pieces
+from kvcat.compress.pieces import check_pieces, compress_in_pieces, num_pieces
 from kvcat.compress.prefix import protecting
 from kvcat.compress.quantized import slots_and_bits
 from kvcat.compress.registry import seeded_compressor
@@ -112,6 +112,8 @@ def prepare_document(
     sequence = reconstruction(tokenizer, text, chat=settings.chat, positions=positions)
     in_parts = _repeats_in_parts(settings, compressor)
     check_length(config, sequence, settings.supervision, in_parts=in_parts)
+    if is_in_pieces(settings, sequence):
+        check_pieces(config, sequence, _num_slots(sequence, settings))
     protected = protected_ranges(
         tokenizer,
         text,
@@ -155,8 +157,7 @@ def compress_pieces(
         compressor: that of the settings (``document_compressor``).
         on_piece: as in ``Progress``.
     """
-    size = settings.size
-    num_slots = slots_for(sequence.prefix_len, size.get("keep_ratio"), size.get("num_slots"))
+    num_slots = _num_slots(sequence, settings)
     cache = compress_in_pieces(model, sequence, compressor.in_bits(None), num_slots, on_piece)
     if compressor.bits is not None:
         return cache.quantize(compressor.bits)
@@ -164,6 +165,12 @@ def compress_pieces(
         with suppress(BeyondHalfError):  # nobody asked for bits: the numbers stay as they are
             return cache.quantize(DEFAULT_BITS)
     return cache
+
+
+def _num_slots(sequence: Reconstruction, settings: CacheSettings) -> int:
+    """The slots of a document, per layer and head, whose size is no number of bytes."""
+    size = settings.size
+    return slots_for(sequence.prefix_len, size.get("keep_ratio"), size.get("num_slots"))
 
 
 def document_compressor(settings: CacheSettings) -> Compressor:
@@ -181,7 +188,8 @@ def document_compressor(settings: CacheSettings) -> Compressor:
     if settings.in_pieces:
         if not compressor.fits_queries:
             raise InputError(
-                f"{name} fits no slots to a repetition: in_pieces needs attention-matching"
+                f"{name} fits no slots to a repetition: in_pieces needs attention-matching "
+                "or refined"
             )
         if compressor.bits not in (None, DEFAULT_BITS):
             raise InputError(

@@ -25,7 +25,8 @@ from kvcat.types import Int, Tensor
 PART_TOKENS = 1024
 """Most tokens of a text that are repeated at once."""
 _LEAST_TOKENS = 64  # of a part of a text that nearly fills the model's positions
-_LEAD = 16  # tokens before a part that begin its repetition, and whose queries are not kept
+LEAD = 16
+"""Tokens before a part that begin its repetition, and whose queries are not kept."""
 
 
 def num_parts(sequence: Reconstruction, positions: int, part_tokens: int = PART_TOKENS) -> int:
@@ -39,7 +40,7 @@ def num_parts(sequence: Reconstruction, positions: int, part_tokens: int = PART_
     num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
     if num_copied <= part_tokens and sequence.input_ids.shape[1] <= positions:
         return 1
-    num_free = positions - sequence.supervision_start - _LEAD
+    num_free = positions - sequence.supervision_start - LEAD
     return -(-num_copied // min(part_tokens, max(_LEAST_TOKENS, num_free)))
 
 
@@ -49,14 +50,14 @@ def num_positions_in_parts(
     """The positions that a model needs to read a text and to repeat it part by part."""
     num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
     count = num_parts(sequence, positions, part_tokens)
-    lead = _LEAD if count > 1 else 0
+    lead = LEAD if count > 1 else 0
     return sequence.supervision_start + lead + -(-num_copied // count)
 
 
 def longest_text(sequence: Reconstruction, positions: int) -> int:
     """The tokens of the longest text that can be read and repeated in parts."""
     num_instruction = sequence.supervision_start - sequence.prefix_len
-    return positions - num_instruction - _LEAD - _LEAST_TOKENS
+    return positions - num_instruction - LEAD - _LEAST_TOKENS
 
 
 @torch.no_grad()
@@ -110,7 +111,7 @@ def trace_in_parts(
 
 @torch.no_grad()
 def repeated_tokens(
-    trace: Trace, instruction: Int[Tensor, " instruction"], first: int
+    trace: Trace, instruction: Int[Tensor, " instruction"], first: int, *, lead: int = LEAD
 ) -> list[QuerySet]:
     """The queries of the last tokens of a prefix, repeated right after it; [] without positions.
 
@@ -120,9 +121,10 @@ def repeated_tokens(
         trace: of the prefix, the first tokens of which may be in a compact cache.
         instruction: that asks for the repetition.
         first: of the tokens.
+        lead: most tokens before them that begin the repetition.
     """
     prefix = trace.input_ids[:, : trace.prefix_len]
-    copied = prefix[:, max(0, first - _LEAD) :]
+    copied = prefix[:, max(0, first - lead) :]
     middle = instruction.to(prefix).expand(len(prefix), -1)
     start = trace.prefix_len + len(instruction)
     sequence = Reconstruction(torch.cat([prefix, middle, copied], dim=1), trace.prefix_len, start)
@@ -185,7 +187,7 @@ def _repeated_part(
     instruction = sequence.input_ids[:, sequence.prefix_len : sequence.supervision_start]
     copied = sequence.input_ids[:, sequence.supervision_start :]
     num_opening = sequence.prefix_len - copied.shape[1]  # tokens of the text that the copy omits
-    lead = copied[:, max(0, start - _LEAD) : start]
+    lead = copied[:, max(0, start - LEAD) : start]
     ids = torch.cat([instruction, lead, copied[:, start:stop]], dim=1)
     last_seen = torch.arange(ids.shape[1] - (stop - start), ids.shape[1])
     with frozen(trace.model):

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tqdm.auto import tqdm
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcat.cache import (
     CompactCache,
@@ -23,6 +23,7 @@ from kvcat.cache import (
     first_slots,
 )
 from kvcat.compress.base import Compressor
+from kvcat.compress.documents import check_length
 from kvcat.compress.parts import repeated_tokens
 from kvcat.compress.sessions.inputs import compaction_obstacle
 from kvcat.compress.sessions.repetition import fitted_also_to
@@ -30,6 +31,7 @@ from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError
 from kvcat.memory import return_freed_memory
+from kvcat.models import model_name, positions_of
 
 PIECE_TOKENS = 2048
 """Most tokens of a text that are compressed at once."""
@@ -38,6 +40,27 @@ PIECE_TOKENS = 2048
 def num_pieces(num_tokens: int) -> int:
     """The number of pieces of a text with so many tokens."""
     return -(-num_tokens // PIECE_TOKENS)
+
+
+def check_pieces(config: PreTrainedConfig, sequence: Reconstruction, num_slots: int) -> None:
+    """Raise an ``InputError`` for a document that cannot be compressed in pieces.
+
+    Args:
+        config: of the model, which must be able to continue from a compact cache and have positions
+            for the text and a repetition.
+        sequence: the text with the copy that supervises.
+        num_slots: per layer and head; every piece needs one.
+    """
+    obstacle = compaction_obstacle(config)
+    if obstacle:
+        raise InputError(f"in_pieces compresses as sessions do: {obstacle}")
+    check_length(config, sequence, "reconstruction", in_parts=True)
+    count = num_pieces(sequence.prefix_len)
+    least = -(-sequence.prefix_len // (sequence.prefix_len // count))
+    if num_slots < least:
+        raise InputError(
+            f"num_slots is {num_slots}: {count} pieces need at least {least}, one slot each"
+        )
 
 
 @torch.no_grad()
@@ -60,15 +83,13 @@ def compress_in_pieces(
         on_piece: called with the trace of every piece that was read, and the seconds of reading it.
 
     Raises:
-        InputError: a model whose layers cannot be compressed so, or fewer slots than pieces.
+        InputError: as ``check_pieces``.
     """
-    obstacle = compaction_obstacle(model)
-    if obstacle:
-        raise InputError(obstacle)
+    check_pieces(model.config, sequence, num_slots)
     prefix_len = sequence.prefix_len
     count = num_pieces(prefix_len)
-    if num_slots < count:
-        raise InputError(f"{num_slots} slots are fewer than {count} pieces: keep more")
+    num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
+    num_opening = prefix_len - num_copied  # tokens of the text that the copy omits
     ids = sequence.input_ids[:, :prefix_len].to(model.device)
     instruction = sequence.input_ids[0, prefix_len : sequence.supervision_start]
     of_model = fingerprint(model)
@@ -80,7 +101,14 @@ def compress_in_pieces(
         state, _ = SessionState.empty(model, document).run(model, ids[0, start:stop])
         trace = state.trace(model, of_model, num_later=0)
         on_piece(trace, time.perf_counter() - begun)
-        fitted = fitted_also_to(trace, repeated_tokens(trace, instruction, 0))
+        repeated = repeated_tokens(trace, instruction, max(0, num_opening - start), lead=0)
+        if not repeated:
+            positions = positions_of(model.config)
+            raise InputError(
+                f"the text has {prefix_len} tokens, and the model {positions} positions, too few "
+                "to repeat its last piece: shorten the text"
+            )
+        fitted = fitted_also_to(trace, repeated)
         size = num_slots * stop // prefix_len - num_slots * start // prefix_len
         piece = compressor(fitted, num_slots=size)
         del state, trace, fitted
@@ -92,6 +120,8 @@ def compress_in_pieces(
             document = document.followed_by(piece)
     record = replace(
         document.record,
+        model=model_name(model),
+        architecture=type(model).__name__,
         document=document_digests(ids),
         first_ids=first_ids(ids),
         first_slots=slots_of_first,

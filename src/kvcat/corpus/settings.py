@@ -70,8 +70,6 @@ class CorpusSettings(CacheSettings):
             values["bits"] = str(self.compressor.bits or DEFAULT_BITS)
         if not self.budgets:
             del values["budgets"]
-        if not self.in_pieces:  # stores that are older do not name it
-            del values["in_pieces"]
         return values
 
     def check_budgets(self) -> None:

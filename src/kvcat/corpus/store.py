@@ -269,7 +269,8 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
     settings = parse_json(content, name)
     remedy = "compress the corpus again, into another store"
     check_format(f"store {storage.address}", settings.pop("format", None), _FORMAT, remedy)
-    typed_fields(_SETTINGS, {"budgets": "", "in_pieces": False, **settings}, name)
+    settings = {"in_pieces": False, **settings}  # older stores have no such setting
+    typed_fields(_SETTINGS, {"budgets": "", **settings}, name)
     return settings
 
 

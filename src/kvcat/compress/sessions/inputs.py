@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import (
     CompactCache,
@@ -87,14 +87,14 @@ def checked_method(method: str | Compressor) -> Compressor:
     return compressor
 
 
-def compaction_obstacle(model: PreTrainedModel) -> str:
-    """Why a session with this model cannot compress what it holds; empty: it can."""
-    kind = model.config.model_type
-    if rope_border(model.config) is not None:
+def compaction_obstacle(config: PreTrainedConfig) -> str:
+    """Why a session with such a model cannot compress what it holds; empty: it can."""
+    kind = config.model_type
+    if rope_border(config) is not None:
         return f"{kind}: rotary factors that depend on the length are not compressed in sessions"
-    if any(window is not None for window in layer_windows(model.config)):
+    if any(window is not None for window in layer_windows(config)):
         return f"{kind}: layers with sliding windows are not compressed in sessions"
-    if recurrent_layers(model.config):
+    if recurrent_layers(config):
         return f"{kind}: layers with a recurrent state are not compressed in sessions"
     return ""
 

@@ -121,7 +121,7 @@ class Session:
         check_least(1, tail=tail, piece=piece)
         check_least(0, num_kept=num_kept)
         self._compressor = checked_method(method)
-        self._obstacle = compaction_obstacle(model)
+        self._obstacle = compaction_obstacle(model.config)
         if self._obstacle and (document is None or budget_bytes is not None):
             raise InputError(self._obstacle)
         positions = positions_of(model.config)
