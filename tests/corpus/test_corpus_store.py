@@ -26,7 +26,7 @@ from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import check_store, open_writer
 from kvcat.files import read_json, write_json
-from tiny import refusal, sentences, write_tiny_model
+from tiny import loud_model, refusal, sentences, write_tiny_model
 
 # store.json of a model that is not there
 STORED = {**CorpusSettings().record(), "dtype": "float32", "model": "large", "fingerprint": "2:00"}
@@ -98,6 +98,16 @@ def test_documents_in_pieces_have_the_caches_that_they_have_alone(
     assert store.row("once").supervision == "self"
     assert store["once"].metadata["supervision"] == "self"
     assert "tokens, and the model 256 positions" in store.row("long").error
+
+
+def test_a_model_that_cannot_compress_in_pieces_is_rejected_before_its_documents(
+    loaded, corpus, tmp_path
+):
+    windowed = loud_model("mistral", vocab_size=len(loaded[1]), sliding_window=20)
+    settings = CorpusSettings(in_pieces=True)
+    message = refusal(compress_corpus, windowed, loaded[1], corpus, tmp_path / "store", settings)
+    assert "in_pieces compresses as sessions do: mistral: layers with sliding windows" in message
+    assert not (tmp_path / "store").exists()
 
 
 def test_a_store_holds_caches_in_pieces_or_none(corpus, compress, tmp_path):

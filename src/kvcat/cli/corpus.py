@@ -93,9 +93,9 @@ def corpus(
     else:
         from kvcat.models import load, load_tokenizer, read_config
 
-        read_config(model)
+        config = read_config(model)
         tokenizer = load_tokenizer(model)
-        corpus_settings.check_tokenizer(tokenizer)
+        corpus_settings.check_supported(tokenizer, config)
         documents = Corpus.read(files)
         loaded, _ = load(model, dtype=dtype, device=device, tokenizer=False)
         result = fill_store(

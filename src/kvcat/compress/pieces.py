@@ -42,6 +42,13 @@ def num_pieces(num_tokens: int) -> int:
     return -(-num_tokens // PIECE_TOKENS)
 
 
+def check_continues(config: PreTrainedConfig) -> None:
+    """Raise an ``InputError`` for a model whose layers cannot be compressed in pieces."""
+    obstacle = compaction_obstacle(config)
+    if obstacle:
+        raise InputError(f"in_pieces compresses as sessions do: {obstacle}")
+
+
 def check_pieces(config: PreTrainedConfig, sequence: Reconstruction, num_slots: int) -> None:
     """Raise an ``InputError`` for a document that cannot be compressed in pieces.
 
@@ -51,9 +58,7 @@ def check_pieces(config: PreTrainedConfig, sequence: Reconstruction, num_slots: 
         sequence: the text with the copy that supervises.
         num_slots: per layer and head; every piece needs one.
     """
-    obstacle = compaction_obstacle(config)
-    if obstacle:
-        raise InputError(f"in_pieces compresses as sessions do: {obstacle}")
+    check_continues(config)
     check_length(config, sequence, "reconstruction", in_parts=True)
     count = num_pieces(sequence.prefix_len)
     least = -(-sequence.prefix_len // (sequence.prefix_len // count))

@@ -105,8 +105,9 @@ def compress_on_ray(
     files = corpus_files(str(source), text_column=text_column, id_column=id_column, store=store)
     corpus = Corpus.read(files)
     tokenizer = load_tokenizer(model)
-    settings.check_tokenizer(tokenizer)
-    positions = positions_of(read_config(model))
+    config = read_config(model)
+    settings.check_supported(tokenizer, config)
+    positions = positions_of(config)
     connect(address)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False

@@ -108,7 +108,7 @@ def fill_store(
     """
     if shard is not None:
         check_shard(*shard)
-    settings.check_tokenizer(tokenizer)
+    settings.check_supported(tokenizer, model.config)
     about = {"model": model_name(model), "fingerprint": fingerprint(model)}
     settings.check_model(about["fingerprint"], about["model"])
 

@@ -5,11 +5,12 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from kvcat.compress import Compressor
 from kvcat.compress.calibration import budget_digests, load_budgets
 from kvcat.compress.document_cache import document_compressor
+from kvcat.compress.pieces import check_continues
 from kvcat.errors import InputError
 from kvcat.options import budget_files
 from kvcat.settings import DEFAULT_BITS, CacheSettings
@@ -49,10 +50,17 @@ class CorpusSettings(CacheSettings):
         """The setting that needs the copy of a document which follows it in reconstruction."""
         return "check" if self.check else None
 
-    def check_tokenizer(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        """Raise an ``InputError`` if documents need a chat template that the tokenizer lacks."""
+    def check_supported(self, tokenizer: PreTrainedTokenizerBase, config: PreTrainedConfig) -> None:
+        """Raise an ``InputError`` for settings that a model or its tokenizer does not support.
+
+        Args:
+            tokenizer: which may lack the chat template that documents need.
+            config: of the model, whose layers may rule out documents in pieces.
+        """
         if self.chat:
             ChatTemplate(tokenizer)
+        if self.in_pieces:
+            check_continues(config)
 
     def check_model(self, fingerprint: str, model: str) -> None:
         """Raise an ``InputError`` if the method's file of budgets belongs to another model.
