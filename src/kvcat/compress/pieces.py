@@ -116,7 +116,7 @@ def compress_in_pieces(
         fitted = fitted_also_to(trace, repeated)
         size = num_slots * stop // prefix_len - num_slots * start // prefix_len
         piece = compressor(fitted, num_slots=size)
-        del state, trace, fitted
+        del state, trace, repeated, fitted
         return_freed_memory()
         if document is None:
             slots_of_first = first_slots([layer.heads() for layer in piece.ordinary_layers()], 0)
