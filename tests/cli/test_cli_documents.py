@@ -1,10 +1,12 @@
 """prepare; compress, generate, pack: a document compressed once answers again and again."""
 
 import dataclasses
+import itertools
 import json
 import re
 import shlex
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import safetensors
@@ -263,6 +265,22 @@ def test_a_document_is_repeated_in_parts_where_twice_its_length_is_too_long(
     assert cache.record.supervision == "reconstruction"
     cost = r"[\d.]+ s, [\d.]+ times reading alone \([\d.]+ s\); \d+ s for 10,000 tokens"
     assert re.search(cost, capsys.readouterr().err)
+
+
+def test_the_cost_of_a_document_in_pieces_counts_the_reading_of_all_of_them(
+    tiny_folder, tmp_path, capsys, monkeypatch
+):
+    seconds = itertools.count(0, 100)  # each piece takes 100 seconds to read
+    clock = SimpleNamespace(perf_counter=lambda: float(next(seconds)))
+    monkeypatch.setattr("kvcat.compress.pieces.time", clock)
+    monkeypatch.setattr("kvcat.compress.pieces.PIECE_TOKENS", 40)
+    document = tmp_path / "doc.txt"
+    output = tmp_path / "c.safetensors"
+    document.write_text("".join(sentences(7, seed=7)))
+    assert kvcat("compress", tiny_folder, "--text", document, "--in-pieces", "-o", output) == 0
+    count = -(-CompactCache.load(output).num_tokens // 40)
+    assert count > 2
+    assert f"times reading alone ({100 * count}.0 s)" in capsys.readouterr().err
 
 
 def test_a_document_too_long_for_its_repetition_is_fitted_to_its_queries(

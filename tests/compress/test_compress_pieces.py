@@ -44,15 +44,14 @@ class KeepsFirstPiece(AttentionMatching):
         return traced.dense_cache() if traced.document is None else super().__call__(traced, **size)
 
 
-def check_equal(layers, others):
-    """The slots of two caches."""
-    for ours, theirs in zip(layers, others, strict=True):
-        for our_row, their_row in zip(ours.heads(), theirs.heads(), strict=True):
-            for our_head, their_head in zip(our_row, their_row, strict=True):
-                torch.testing.assert_close(our_head.keys, their_head.keys)
-                torch.testing.assert_close(our_head.values, their_head.values)
-                biases = (our_head.bias_or_zeros(), their_head.bias_or_zeros())
-                torch.testing.assert_close(*biases)
+def check_begins_with(cache, first):
+    """The slots of the second cache are the first ones of every head, or all, of the other."""
+    for ours, theirs in zip(cache.layers, first.layers, strict=True):
+        for our_head, their_head in zip(ours.heads()[0], theirs.heads()[0], strict=True):
+            kept = our_head.kept(slice(len(their_head)))
+            torch.testing.assert_close(kept.keys, their_head.keys)
+            torch.testing.assert_close(kept.values, their_head.values)
+            torch.testing.assert_close(kept.bias_or_zeros(), their_head.bias_or_zeros())
 
 
 def test_all_slots_give_the_logits_of_a_stock_forward(double, windows, text, instruction):
@@ -67,12 +66,7 @@ def test_the_first_piece_is_compressed_as_a_document_of_its_own(double, text, in
     cache = compress_in_pieces(double, sequence_of(text, instruction), AttentionMatching(), 15)
     alone = trace(double, sequence_of(text[:, :PIECE], instruction))
     first = AttentionMatching()(alone, num_slots=5)
-    for ours, theirs in zip(cache.layers, first.layers, strict=True):
-        for our_head, their_head in zip(ours.heads()[0], theirs.heads()[0], strict=True):
-            count = len(their_head)
-            torch.testing.assert_close(our_head.keys[:count], their_head.keys)
-            torch.testing.assert_close(our_head.values[:count], their_head.values)
-            torch.testing.assert_close(our_head.log_bias[:count], their_head.log_bias)
+    check_begins_with(cache, first)
 
 
 def test_a_later_piece_is_compressed_as_in_a_text_whose_earlier_tokens_stay(
@@ -84,7 +78,8 @@ def test_a_later_piece_is_compressed_as_in_a_text_whose_earlier_tokens_stay(
     cache = compress_in_pieces(double, sequence_of(both, instruction), method, num_slots=14)
     whole = trace(double, sequence_of(both, instruction, first=PIECE))
     stay = AttentionMatching(own_weight=0.0)(whole, num_slots=PIECE + 7, protect=[(0, PIECE)])
-    check_equal(cache.layers, stay.layers)
+    assert cache.num_slots == stay.num_slots
+    check_begins_with(cache, stay)
 
 
 def test_what_follows_does_not_change_the_slots_before_it(double, text, instruction):
@@ -96,10 +91,7 @@ def test_what_follows_does_not_change_the_slots_before_it(double, text, instruct
         for tokens, slots in sizes
     )
     assert (shorter.mean_slots, longer.mean_slots) == (10, 15)
-    for ours, theirs in zip(longer.layers, shorter.layers, strict=True):
-        for our_head, their_head in zip(ours.heads()[0], theirs.heads()[0], strict=True):
-            assert torch.equal(our_head.keys[: len(their_head)], their_head.keys)
-            assert torch.equal(our_head.values[: len(their_head)], their_head.values)
+    check_begins_with(longer, shorter)
 
 
 def test_pieces_share_a_number_of_slots_that_they_do_not_divide(double, windows, instruction):
@@ -123,10 +115,7 @@ def test_the_tokens_that_open_a_text_are_not_repeated(double, text, instruction)
     cache = compress_in_pieces(double, sequence, AttentionMatching(), 15)
     alone = trace(double, sequence_of(text[:, :PIECE], instruction, first=2))
     first = AttentionMatching()(alone, num_slots=5)
-    for ours, theirs in zip(cache.layers, first.layers, strict=True):
-        for our_head, their_head in zip(ours.heads()[0], theirs.heads()[0], strict=True):
-            assert torch.equal(our_head.keys[: len(their_head)], their_head.keys)
-            torch.testing.assert_close(our_head.values[: len(their_head)], their_head.values)
+    check_begins_with(cache, first)
 
 
 def test_a_text_that_leaves_no_room_to_repeat_a_piece_is_rejected(instruction, monkeypatch):

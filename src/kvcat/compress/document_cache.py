@@ -132,7 +132,9 @@ def compress_prepared(
     settings = document.settings
     compressor = document.compressor
     if is_in_pieces(settings, document.sequence):
-        return compress_pieces(model, document.sequence, settings, compressor, progress.on_piece)
+        return compress_sequence_in_pieces(
+            model, document.sequence, settings, compressor, progress.on_piece
+        )
     trace = read_document(model, document.sequence, settings, compressor, progress.on_read)
     progress.on_trace(trace)
     return compress_trace(protecting(trace, document.protected), compressor, settings, progress)
@@ -143,7 +145,7 @@ def is_in_pieces(settings: CacheSettings, sequence: Reconstruction) -> bool:
     return settings.in_pieces and num_pieces(sequence.prefix_len) > 1
 
 
-def compress_pieces(
+def compress_sequence_in_pieces(
     model: PreTrainedModel,
     sequence: Reconstruction,
     settings: CacheSettings,

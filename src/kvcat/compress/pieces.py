@@ -42,7 +42,7 @@ def num_pieces(num_tokens: int) -> int:
     return -(-num_tokens // PIECE_TOKENS)
 
 
-def check_continues(config: PreTrainedConfig) -> None:
+def check_layers(config: PreTrainedConfig) -> None:
     """Raise an ``InputError`` for a model whose layers cannot be compressed in pieces."""
     obstacle = compaction_obstacle(config)
     if obstacle:
@@ -58,7 +58,7 @@ def check_pieces(config: PreTrainedConfig, sequence: Reconstruction, num_slots: 
         sequence: the text with the copy that supervises.
         num_slots: per layer and head; every piece needs one.
     """
-    check_continues(config)
+    check_layers(config)
     check_length(config, sequence, "reconstruction", in_parts=True)
     count = num_pieces(sequence.prefix_len)
     least = -(-sequence.prefix_len // (sequence.prefix_len // count))
@@ -74,7 +74,7 @@ def compress_in_pieces(
     sequence: Reconstruction,
     compressor: Compressor,
     num_slots: int,
-    on_piece: Callable[[Trace, float], None] = lambda trace, seconds: None,  # noqa: ARG005
+    on_piece: Callable[[Trace, float], None] = lambda _trace, _seconds: None,
 ) -> CompactCache:
     """The compact cache of a document that is read, repeated and compressed piece by piece.
 

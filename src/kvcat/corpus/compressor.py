@@ -17,7 +17,7 @@ from kvcat.compress import (
     supervised_kl,
 )
 from kvcat.compress.document_cache import (
-    compress_pieces,
+    compress_sequence_in_pieces,
     compress_trace,
     is_in_pieces,
     read_document,
@@ -172,7 +172,9 @@ class CorpusCompressor:
             yield replace(cache, record=record), kls[index]
 
     def _compress_pieces(self, sequence: Reconstruction) -> CompactCache:
-        cache = compress_pieces(self.model, sequence, self.settings, self.settings.compressor)
+        cache = compress_sequence_in_pieces(
+            self.model, sequence, self.settings, self.settings.compressor
+        )
         return cache.to("cpu")
 
     def _compress(self, trace: Trace) -> CompactCache:

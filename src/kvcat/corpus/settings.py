@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from kvcat.compress import Compressor
 from kvcat.compress.calibration import budget_digests, load_budgets
 from kvcat.compress.document_cache import document_compressor
-from kvcat.compress.pieces import check_continues
+from kvcat.compress.pieces import check_layers
 from kvcat.errors import InputError
 from kvcat.options import budget_files
 from kvcat.settings import DEFAULT_BITS, CacheSettings
@@ -60,7 +60,7 @@ class CorpusSettings(CacheSettings):
         if self.chat:
             ChatTemplate(tokenizer)
         if self.in_pieces:
-            check_continues(config)
+            check_layers(config)
 
     def check_model(self, fingerprint: str, model: str) -> None:
         """Raise an ``InputError`` if the method's file of budgets belongs to another model.
