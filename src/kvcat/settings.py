@@ -182,8 +182,10 @@ class DocumentSettings(CacheSettings):
         """A setting that is given and needs the whole document at once; empty: there is none."""
         if self.passages:
             return "passages to protect"
-        given = [name for name in ("max_megabytes", "protect") if getattr(self, name) is not None]
-        return given[0] if given else super().of_whole
+        for name in ("max_megabytes", "protect"):
+            if getattr(self, name) is not None:
+                return name
+        return super().of_whole
 
     @classmethod
     def of(cls, settings: CacheSettings) -> "DocumentSettings":

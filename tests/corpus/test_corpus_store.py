@@ -80,8 +80,8 @@ def test_documents_in_pieces_have_the_caches_that_they_have_alone(
     loaded, compress, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("kvcat.compress.pieces.PIECE_TOKENS", 16)
-    parts = sentences(4, seed=3)
-    texts = {"forward": "".join(parts), "backward": "".join(parts[::-1]), "one piece": "the cat"}
+    lines = sentences(4, seed=3)
+    texts = {"forward": "".join(lines), "backward": "".join(lines[::-1]), "one piece": "the cat"}
     rows = [{"id": id, "text": text} for id, text in texts.items()]
     rows += [{"id": "once", "text": text_of(0, length=17)}, {"id": "long", "text": "the cat" * 150}]
     source = write_rows(tmp_path / "corpus.jsonl", rows)
