@@ -273,16 +273,22 @@ def documents(marks: pd.DataFrame) -> list[str]:
 
 
 def table(rows: pd.DataFrame) -> str:
-    """Markdown for every model and half: kinds above the floor by condition, and each kind."""
+    """Markdown for every model, half and length: kinds above the floor by condition.
+
+    For a model's shortest documents also by bytes and each kind.
+    """
     lines = []
     for model, of_model in rows.groupby("model", sort=False):
         for half in reversed(HALVES):
-            marks = marks_of(of_model[of_model["document"].str.startswith(half)])
-            if not marks.empty:
-                head = f"**{model}, {half} documents**"
-                length = int(of_model["length"].median())
-                lines += [head, "", *_by_condition(marks), "", *_by_bytes(marks, length), ""]
-                lines += [*_by_kind(marks), ""]
+            of_half = of_model[of_model["document"].str.startswith(half)]
+            for rank, (length, of_length) in enumerate(of_half.groupby("length")):
+                marks = marks_of(of_length)
+                if marks.empty:
+                    continue
+                head = f"**{model}, {half} documents of {length:,} tokens**"
+                lines += [head, "", *_by_condition(marks), ""]
+                if rank == 0:
+                    lines += [*_by_bytes(marks, length), "", *_by_kind(marks), ""]
     return "\n".join(lines)
 
 
