@@ -115,6 +115,16 @@ def begun_with(model, cache, document, rows=1):
     return cache.inputs(model, question)
 
 
+def begun_with_padding(model, cache, document):
+    """Two questions, the shorter of which begins with a document."""
+    width = LENGTH + 9
+    ids = torch.cat([DOCUMENT.roll(1, 1), DOCUMENT], 1)[:, :width].repeat(2, 1)
+    ids[1, 4 : 4 + LENGTH] = document
+    mask = torch.ones_like(ids)
+    mask[1, :4] = 0
+    return cache.inputs(model, ids, mask)
+
+
 @rejections(
     # examples of a cache
     ("the batch has examples 0 to 1", lambda both: both.select([2])),
@@ -176,6 +186,7 @@ def begun_with(model, cache, document, rows=1):
      lambda model, both: begun_with(model, both.select([1]), DOCUMENT.flip(1), rows=4)),
     ("begin with the document",
      lambda model, both: both.inputs(model, torch.cat([DOCUMENT, DOCUMENT.flip(1)]))),
+    ("begin with the document", lambda model, cache: begun_with_padding(model, cache, DOCUMENT)),
     ("new tokens begin with the 8", lambda model, cache: repeated(model, cache, SECOND)),
     ("the cache holds 25 tokens, and 5 more do not fit",
      lambda model, cache: forward_twice(model, cache.inputs(model, FIRST))),

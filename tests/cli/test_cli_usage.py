@@ -1,6 +1,7 @@
 """Help texts, exit codes, and one line for each mistake, of every command."""
 
 import json
+import os
 import re
 import shlex
 import shutil
@@ -27,6 +28,19 @@ FILES = {
     "texts/a.txt": "A text.\n",
     "config.json": '{"policy": "router", "model": "kvcat-base"}',
 }
+
+
+def test_streams_take_bytes_that_are_not_text_and_write_all_characters():
+    code = "from kvcat.cli import app; app._accept_all_bytes(); print(input() + '\\u20ac')"
+    for encoding, written in (("utf-8:strict", "\u20ac".encode()), ("ascii", b"\\u20ac")):
+        child = subprocess.run(
+            [sys.executable, "-c", code],
+            input=b"caf\xe9\n",
+            capture_output=True,
+            env={**os.environ, "PYTHONIOENCODING": encoding},
+            check=True,
+        )
+        assert child.stdout == b"caf\xe9" + written + os.linesep.encode()
 
 
 def test_the_overview_imports_nothing_heavy():

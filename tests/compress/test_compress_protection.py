@@ -331,9 +331,17 @@ def test_a_protected_passage_is_the_fewest_tokens_that_hold_it_wherever_it_occur
         for number, end in enumerate(ends):
             if place < end and end - len(pieces[number]) < place + len(passage):
                 wanted.add(number)
-        place = text.find(passage, place + len(passage))
+        place = text.find(passage, place + 1)  # occurrences may overlap
     ranges = protected_ranges(tokenizer, text, passages=[passage], chat=chat)
     assert {number for first, stop in ranges for number in range(first, stop)} == wanted
+
+
+def test_occurrences_of_a_protected_passage_may_overlap():
+    tokenizer = byte_tokenizer()
+    ranges = protected_ranges(tokenizer, "ab ab ab ab. It was.", passages=["ab ab"])
+    ids = tokenizer.encode("ab ab ab ab. It was.", add_special_tokens=False)
+    held = {number for first, stop in ranges for number in range(first, stop)}
+    assert tokenizer.decode([ids[number] for number in sorted(held)]) == "ab ab ab ab"
 
 
 def test_the_system_turn_is_all_that_the_template_writes_before_the_document():

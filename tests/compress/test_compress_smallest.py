@@ -10,13 +10,17 @@ from kvcat.compress import (
     Eviction,
     Reconstruction,
     compare,
+    make_compressor,
     replay,
     smallest_cache,
     supervised_kl,
     trace,
 )
+from kvcat.compress.document_cache import compress_trace, document_compressor
 from kvcat.compress.trace import split_supervision
 from kvcat.errors import InputError
+from kvcat.settings import DocumentSettings
+from tiny import refusal
 
 
 @pytest.fixture
@@ -64,6 +68,35 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
     judge_by(dict.fromkeys(range(1, 48), math.nan))
     with pytest.raises(InputError, match="the KL of 7 slots is not a number: Eviction failed"):
         smallest_cache(one, Eviction("first"), 0.1)
+
+
+def test_with_bits_all_slots_are_tried_first_and_what_they_miss_is_refused(one):
+    method = make_compressor("attention-matching", bits=4)
+    judge = split_supervision(one, 0.25)[1]
+    within = smallest_cache(one, method, 1e6)
+    assert within.cache.bits == 4
+    assert next(iter(within.tried)) == 48
+    floor = within.tried[48]
+    at_the_floor = smallest_cache(one, method, floor)
+    assert at_the_floor.cache.bits == 4
+    assert supervised_kl(judge, at_the_floor.cache).item() <= floor * (1 + 1e-5)
+    message = refusal(smallest_cache, one, method, floor / 2)
+    assert "all 48 slots in 4 bits have a KL of" in message
+
+
+@pytest.mark.parametrize("bits", ["auto", "8", "4", "16"])
+def test_a_document_keeps_its_bits_or_says_that_they_are_too_few(model, windows, bits):
+    copied = torch.cat([windows[:1, :48], windows[:1, 60:64], windows[:1, :48]], 1)
+    traced = trace(model, Reconstruction(copied, 48, 52))
+    settings = DocumentSettings(max_kl=1e-9, bits=bits)
+    method = document_compressor(settings)
+    if bits in ("8", "4"):
+        assert f"slots in {bits} bits" in refusal(compress_trace, traced, method, settings)
+    else:
+        assert compress_trace(traced, method, settings).bits is None
+    loose = DocumentSettings(max_kl=1.0, bits=bits)
+    made = compress_trace(traced, document_compressor(loose), loose)
+    assert made.bits == {"auto": 8, "8": 8, "4": 4, "16": None}[bits]
 
 
 def test_every_example_reaches_the_mark_and_what_judges_is_never_shown_to_the_compressor(

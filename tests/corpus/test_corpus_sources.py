@@ -80,6 +80,19 @@ def test_columns_of_bytes_are_read_as_utf_8(tmp_path):
     assert read[2] == ("c", "", problem)
 
 
+def test_json_lines_that_are_not_unicode_are_no_documents(tmp_path):
+    lines = [b'{"id": "a", "text": "caf\xe9"}', b'{"id": "b", "text": "\\ud83d!"}']
+    lines += [b'{"id": "c", "text": "\\ud83d\\ude00"}', '{"id": "d", "text": "\u00e9"}'.encode()]
+    (tmp_path / "x.jsonl").write_bytes(b"\n".join(lines))
+    read = [(one.id, one.text, one.problem) for one in documents(tmp_path / "x.jsonl")]
+    assert read == [
+        ("a", "", "row 0 is not UTF-8 text"),
+        ("b", "", "column 'text' holds half a character"),
+        ("c", "\U0001f600", None),
+        ("d", "\u00e9", None),
+    ]
+
+
 def test_files_of_other_kinds_are_named(tmp_path):
     for name in ["a.txt", "b.pdf", "C.TXT", ".hidden"]:
         (tmp_path / name).touch()

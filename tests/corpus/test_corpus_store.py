@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from corpora import contents, text_of, write_rows
+from tokenizers import processors
 
 import kvcat
 from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
@@ -26,7 +27,7 @@ from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import check_store, open_writer
 from kvcat.files import read_json, write_json
-from tiny import loud_model, refusal, sentences, write_tiny_model
+from tiny import CHAT, byte_tokenizer, loud_model, refusal, sentences, write_tiny_model
 
 # store.json of a model that is not there
 STORED = {**CorpusSettings().record(), "dtype": "float32", "model": "large", "fingerprint": "2:00"}
@@ -119,12 +120,33 @@ def test_a_store_holds_caches_in_pieces_or_none(corpus, compress, tmp_path):
         assert f"was made with in_pieces {in_pieces}, not {not in_pieces}" in message
 
 
+def test_a_store_has_one_tokenizer_and_one_chat_template(loaded, corpus, tmp_path):
+    model = loaded[0]
+    settings = {False: CorpusSettings(num_slots=5), True: CorpusSettings(num_slots=5, chat=True)}
+    tokenizers = [byte_tokenizer() for _ in range(3)]
+    tokenizers[1].chat_template = CHAT.replace("user", "USER")
+    tokenizers[2].backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=["<eos>", "$A"], special_tokens=[("<eos>", tokenizers[2].eos_token_id)]
+    )
+    for chat, of_store in settings.items():
+        store = tmp_path / str(chat)
+        compress_corpus(model, tokenizers[0], corpus, store, of_store)
+        other = tokenizers[1] if chat else tokenizers[2]
+        message = refusal(compress_corpus, model, other, corpus, store, of_store)
+        assert "was made with tokenizer or chat template" in message
+        assert compress_corpus(model, tokenizers[0], corpus, store, of_store).num_kept == 6
+    # without --chat the template does not matter
+    again = compress_corpus(model, tokenizers[1], corpus, tmp_path / "False", settings[False])
+    assert again.num_kept == 6
+
+
 def test_a_store_that_is_older_than_a_setting_has_its_default(corpus, compress, tmp_path):
     settings = CorpusSettings(num_slots=5)
     compress(corpus, tmp_path / "store", settings)
     file = tmp_path / "store" / "store.json"
     recorded = read_json(file)
     assert recorded.pop("in_pieces") is False
+    assert len(recorded.pop("tokenizer")) == 16
     write_json(file, recorded)
     assert compress(corpus, tmp_path / "store", settings).num_kept == 6
 

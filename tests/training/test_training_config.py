@@ -95,7 +95,7 @@ def test_the_learning_rate_warms_up_to_the_peak_and_ends_on_the_floor():
     assert rates[7] == pytest.approx(0.5)  # the middle of the cosine from step 3 to step 11
     assert rates[11] == pytest.approx(0.1)
     assert rates[3:] == sorted(rates[3:], reverse=True)
-    for warmup, expected in ((0, [0.9, 0.1]), (1, [0.9, 0.9]), (4, [0.225, 0.45])):
+    for warmup, expected in ((0, [0.9, 0.1]), (1, [0.9, 0.1]), (4, [0.225, 0.45])):
         short = scheduled(max_steps=2, warmup_steps=warmup)
         assert [learning_rate(step, short) for step in range(2)] == pytest.approx(expected)
 

@@ -340,19 +340,15 @@ class CompactCache:
                 batch that does not fit, or a text that needs other rotary factors than the cache
                 has.
         """
-        self.check_tokens(model, input_ids, any_length=any_length)
-        if any(self._same_documents(input_ids[:, : self.num_tokens]) or []):
-            raise InputError(
-                f"input_ids begin with the document, whose {self.num_tokens} tokens the cache "
-                "holds: pass only the tokens after it"
-            )
-        if attention_mask is None:
-            attention_mask = torch.ones_like(input_ids)
-        elif attention_mask.shape != input_ids.shape:
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
             raise InputError(
                 f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids "
                 f"{tuple(input_ids.shape)}: give a mask of the tokens after the prefix alone"
             )
+        self.check_tokens(model, input_ids, any_length=any_length)
+        self.check_is_no_document(input_ids, attention_mask)
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
         elif self.states:
             check_no_padding(attention_mask)
         # as long as the text: transformers counts positions by the mask, and the layers cut it to
@@ -368,6 +364,24 @@ class CompactCache:
         if getattr(model.generation_config, "use_cache", None) is False:
             inputs["use_cache"] = True
         return inputs
+
+    def check_is_no_document(
+        self,
+        input_ids: Int[Tensor, "batch new"],
+        attention_mask: Int[Tensor, "batch new"] | None = None,
+    ) -> None:
+        """Raise ``InputError`` for a row whose tokens, without padding, begin with the document."""
+        if input_ids.shape[1] < self.num_tokens:
+            return
+        padded = input_ids
+        if attention_mask is not None:  # each row's tokens at its beginning
+            order = (attention_mask == 0).to(torch.int8).argsort(dim=1, stable=True)
+            padded = input_ids.gather(1, order)
+        if any(self._same_documents(padded[:, : self.num_tokens]) or []):
+            raise InputError(
+                f"input_ids begin with the document, whose {self.num_tokens} tokens the cache "
+                "holds: pass only the tokens after it"
+            )
 
     def check_tokens(
         self,

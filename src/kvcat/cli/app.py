@@ -1,5 +1,6 @@
 """The ``kvcat`` program: its commands and its exit codes."""
 
+import codecs
 import importlib
 import os
 import sys
@@ -77,7 +78,34 @@ def commands() -> dict[str, str]:
 
 def main() -> None:
     """Run the command line and exit with the code of ``run``."""
+    _accept_all_bytes()
     sys.exit(run(sys.argv[1:]))
+
+
+def _accept_all_bytes() -> None:
+    r"""Let the standard streams read and write what their encoding has no character for.
+
+    Bytes that are not text, in input and in names of files, stay as they are. In output, \xe9 is
+    written for another character that the encoding lacks.
+    """
+    codecs.register_error("kvcat", _without_character)
+    for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "kvcat")):
+        reconfigure = getattr(stream, "reconfigure", None)  # a stream may be closed, or replaced
+        if reconfigure is not None:
+            reconfigure(errors=errors)
+
+
+def _without_character(error: UnicodeError) -> tuple[str | bytes, int]:
+    """What is written in place of the first character that an encoding lacks."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    first = UnicodeEncodeError(
+        error.encoding, error.object, error.start, error.start + 1, error.reason
+    )
+    try:
+        return codecs.lookup_error("surrogateescape")(first)
+    except UnicodeError:
+        return codecs.lookup_error("backslashreplace")(first)
 
 
 def run(argv: list[str]) -> int:

@@ -28,7 +28,6 @@ from kvcat.cache.ranges import Range, range_text
 from kvcat.compress.prefix import Prefix, protected_layers, protecting
 from kvcat.compress.trace import Trace
 from kvcat.errors import InputError, check_in, check_kind, finite, whole
-from kvcat.models import model_name
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
 Scores = list[Float[Tensor, "batch _ _"]]
@@ -331,8 +330,6 @@ def compact_cache(
     record = replace(
         trace.record(method),
         options={key: str(option) for key, option in options.items()},
-        model=model_name(trace.model),
-        architecture=type(trace.model).__name__,
     )
     return CompactCache(layers, trace.prefix_len, trace.fingerprint, record, trace.states)
 

@@ -185,6 +185,10 @@ class SmallestCache:
     tried: dict[int, float]
 
 
+class NotReachedError(InputError):
+    """Not even all slots in few bits are as close as a cache has to be."""
+
+
 def smallest_cache(
     trace: Trace,
     compressor: Callable[..., CompactCache],
@@ -197,8 +201,9 @@ def smallest_cache(
     ``max_kl``.
 
     Bisection over the number of slots, until one slot fewer has a larger KL. The whole prefix
-    always reaches ``max_kl``. The KL of a real method does not fall with every slot: of all numbers
-    tried, the result is the smallest that reached ``max_kl``.
+    always reaches ``max_kl``, if the compressor does not round it to few bits. The KL of a real
+    method does not fall with every slot: of all numbers tried, the result is the smallest that
+    reached ``max_kl``.
 
     Args:
         trace: trace of the windows to compress.
@@ -211,15 +216,13 @@ def smallest_cache(
     Raises:
         InputError: an argument out of its range, a trace with supervision "self", or a KL that is
             not a number.
+        NotReachedError: a compressor with bits, in which not even all slots reach the KL.
     """
     check_in("[0, inf)", max_kl=max_kl)
     learn, judge = split_supervision(trace, held_out)
     best = SmallestCache(trace.dense_cache(), trace.max_slots, 0.0, tried={})
-    too_few = max(0, trace.num_protected - 1)
-    while best.num_slots - too_few > 1:
-        # half way on a logarithmic scale: small caches are made quickly, so the search begins there
-        middle = round(math.sqrt(max(1, too_few) * best.num_slots))
-        num_slots = min(max(middle, too_few + 1), best.num_slots - 1)
+
+    def tried(num_slots: int) -> tuple[CompactCache, float]:
         cache = compressor(learn, num_slots=num_slots)
         kl = supervised_kl(judge, cache).max().item()
         if math.isnan(kl):
@@ -228,6 +231,23 @@ def smallest_cache(
         best.tried[num_slots] = kl
         if on_try is not None:
             on_try(num_slots, kl)
+        return cache, kl
+
+    bits = getattr(compressor, "bits", None)
+    if bits is not None:
+        cache, kl = tried(best.num_slots)
+        if kl > max_kl:
+            raise NotReachedError(
+                f"all {best.num_slots} slots in {bits} bits have a KL of {kl:.2g}, more than "
+                f"max_kl {max_kl:g}: take more bits, or a larger max_kl"
+            )
+        best = SmallestCache(cache, best.num_slots, kl, best.tried)
+    too_few = max(0, trace.num_protected - 1)
+    while best.num_slots - too_few > 1:
+        # half way on a logarithmic scale: small caches are made quickly, so the search begins there
+        middle = round(math.sqrt(max(1, too_few) * best.num_slots))
+        num_slots = min(max(middle, too_few + 1), best.num_slots - 1)
+        cache, kl = tried(num_slots)
         if kl <= max_kl:
             best = SmallestCache(cache, num_slots, kl, best.tried)
         else:

@@ -15,7 +15,7 @@ from kvcat.attention import check_not_wrapped
 from kvcat.cache import BeyondHalfError, CompactCache
 from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor, slots_for
-from kvcat.compress.compare import smallest_cache
+from kvcat.compress.compare import NotReachedError, smallest_cache
 from kvcat.compress.documents import (
     check_length,
     protected_ranges,
@@ -244,7 +244,8 @@ def compress_trace(
     progress = progress or Progress()
     has_default_bits = settings.bits == "auto" and compressor.bits is None
     if has_default_bits and settings.max_megabytes is None:
-        with suppress(BeyondHalfError):  # nobody asked for bits: the numbers stay as they are
+        # nobody asked for bits: the numbers stay as they are
+        with suppress(BeyondHalfError, NotReachedError):
             return compress_trace(trace, compressor.in_bits(DEFAULT_BITS), settings, progress)
     size: dict[str, Any] = settings.size
     if settings.max_kl is not None:

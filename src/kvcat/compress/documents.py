@@ -264,9 +264,8 @@ def protected_ranges(
         if place < 0:
             raise InputError(f"the passage to protect, {passage[:20]!r}, is not in the document")
         while place >= 0:
-            stop = place + len(passage)
-            ranges.append(range_of(place, stop))
-            place = text.find(passage, stop)
+            ranges.append(range_of(place, place + len(passage)))
+            place = text.find(passage, place + 1)  # occurrences may overlap
     return ranges
 
 

@@ -20,7 +20,7 @@ from kvcat.cache import (
 from kvcat.cache.ranges import Range, num_positions, slot_positions
 from kvcat.compress.query_set import QuerySet
 from kvcat.errors import InputError, check_in
-from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden
+from kvcat.models import attention_sinks, capture, frozen, logits_from_hidden, model_name
 from kvcat.models.rotation import KeyRotation
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
@@ -307,6 +307,8 @@ class Trace:
         prefix = self.input_ids[:, : self.prefix_len]
         return CacheRecord(
             method=method,
+            model=model_name(self.model),
+            architecture=type(self.model).__name__,
             supervision=text.supervision,
             chat=text.chat,
             chat_template=text.chat_template,

@@ -117,7 +117,8 @@ def compress_on_ray(
     with worker_errors():
         identity = ray.get(identify.remote(model, device, dtype))
     settings.check_model(identity["fingerprint"], identity["model"])
-    about = {**settings.record(), "dtype": dtype, **identity}
+    digest = settings.digest_of(tokenizer)
+    about = {**settings.record(), "dtype": dtype, "tokenizer": digest, **identity}
 
     def encode(document: CorpusDocument) -> EncodedDocument:
         return encode_document(document, tokenizer, settings, positions)

@@ -115,6 +115,7 @@ def fill_store(
     def encode(document: CorpusDocument) -> EncodedDocument:
         return encode_document(document, tokenizer, settings, positions_of(model.config))
 
+    about["tokenizer"] = settings.digest_of(tokenizer)
     recorded = {**settings.record(), "dtype": dtype_name(model), **about}
     with open_writer(store, recorded, shard) as writer:
         compressor = CorpusCompressor(model, tokenizer, settings, writer.storage)

@@ -1,5 +1,6 @@
 """The settings with which every cache of a store is made."""
 
+import hashlib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
@@ -10,11 +11,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from kvcat.compress import Compressor
 from kvcat.compress.calibration import budget_digests, load_budgets
 from kvcat.compress.document_cache import document_compressor
+from kvcat.compress.documents import reconstruction
 from kvcat.compress.pieces import check_layers
 from kvcat.errors import InputError
 from kvcat.options import budget_files
 from kvcat.settings import DEFAULT_BITS, CacheSettings
 from kvcat.text.template import ChatTemplate
+
+_PROBE = "The cat, 2 dogs: Caf\u00e9?\n\n  A tree."  # which tokenizers write in different ways
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +75,12 @@ class CorpusSettings(CacheSettings):
         for file in budget_files(self.method):
             load_budgets(file).check_fingerprint(fingerprint, model)
 
+    def digest_of(self, tokenizer: PreTrainedTokenizerBase) -> str:
+        """A hash of how a tokenizer writes a text, and with ``chat`` of its chat template."""
+        ids = reconstruction(tokenizer, _PROBE).input_ids.tolist()
+        template = ChatTemplate(tokenizer).digest if self.chat else ""
+        return hashlib.sha256(repr((ids, template)).encode()).hexdigest()[:16]
+
     def record(self) -> dict[str, Any]:
         """The settings as JSON values by name; with a file of budgets they hold its digest."""
         values = {**asdict(self), **self.size}
@@ -96,12 +106,16 @@ def check_same(address: str, recorded: Mapping[str, Any], wanted: Mapping[str, A
     Args:
         recorded: settings of the store.
         wanted: settings to compare; a "fingerprint" among them decides about the model, whose name
-            does not count.
+            does not count. A "tokenizer" that is not known is not compared.
     """
     for name, value in wanted.items():
-        if name == "model" or recorded.get(name) == value:
-            continue
         known = recorded.get(name)
+        if name == "model" or known == value:
+            continue
+        if name == "tokenizer":
+            if not known:
+                continue
+            name = "tokenizer or chat template"
         if name == "fingerprint":
             name = "model"
             known = f"{recorded.get('model')} ({str(known)[:12]})"

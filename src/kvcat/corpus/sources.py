@@ -199,7 +199,7 @@ def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) ->
     """The document in a row of a table."""
     default_id = f"{file.name}#{row}"
     try:
-        columns, _ = row_columns(values, row, file)
+        columns, is_damaged = row_columns(values, row, file)
     except InputError as error:
         return CorpusDocument(repaired(default_id), problem=str(error))
     recorded_id = text_or_bytes(columns.get(file.id_field))
@@ -215,9 +215,13 @@ def _row_document(values: dict[str, Any] | bytes, row: int, file: SourceFile) ->
         if file.kind == "parquet":  # no row of the table has it
             raise InputError(f"{file.url}: {reason}")
         return CorpusDocument(name, problem=reason)
+    if is_damaged:
+        return CorpusDocument(name, problem=f"row {row} is not UTF-8 text")
     text = text_or_bytes(columns[file.text_field])
     if not isinstance(text, str):
         kinds = {"NoneType": "nothing", "bytes": "bytes that are not UTF-8"}
         kind = kinds.get(type(text).__name__, type(text).__name__)
         return CorpusDocument(name, problem=f"column {file.text_field!r} holds {kind}, not text")
-    return CorpusDocument(name, repaired(text.removeprefix("\ufeff")))
+    if repaired(text) != text:
+        return CorpusDocument(name, problem=f"column {file.text_field!r} holds half a character")
+    return CorpusDocument(name, text.removeprefix("\ufeff"))

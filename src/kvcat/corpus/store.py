@@ -34,7 +34,10 @@ SETTINGS = "store.json"
 _FORMAT = "kvcat-store-1"
 _SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
 # the entries of store.json besides its format
-_SETTINGS = {**get_type_hints(CorpusSettings), "dtype": str, "model": str, "fingerprint": str}
+_SETTINGS = {
+    **get_type_hints(CorpusSettings), "dtype": str, "model": str, "fingerprint": str,
+    "tokenizer": str,
+}  # fmt: skip
 
 
 class Store:
@@ -269,7 +272,7 @@ def read_settings(storage: Storage) -> dict[str, Any] | None:
     settings = parse_json(content, name)
     remedy = "compress the corpus again, into another store"
     check_format(f"store {storage.address}", settings.pop("format", None), _FORMAT, remedy)
-    settings = {"in_pieces": False, **settings}  # older stores have no such setting
+    settings = {"in_pieces": False, "tokenizer": "", **settings}  # older stores have no such ones
     typed_fields(_SETTINGS, {"budgets": "", **settings}, name)
     return settings
 

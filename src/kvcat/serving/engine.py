@@ -322,6 +322,7 @@ class Engine:
         sampling = question.sampling
         stop_tokens(self._tokenizer, sampling.stop)
         length = answer_length(self._model, cache, ids, sampling.max_new_tokens)
+        cache.check_is_no_document(ids)  # here the error is this client's alone
 
         def on_answer(result: Answer) -> None:
             usage = Usage(cache.num_tokens, len(new), len(result.ids))

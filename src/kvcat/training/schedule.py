@@ -14,7 +14,9 @@ def learning_rate(step: int, config: TrainConfig) -> float:
     warmup = config.warmup_steps
     if step < warmup:
         return config.peak_lr * (step + 1) / warmup
-    progress = min(1.0, (step - warmup) / max(1, config.max_steps - 1 - warmup))
+    num_later = config.max_steps - 1 - warmup
+    # the only step after the warm-up is the last one
+    progress = min(1.0, (step - warmup) / num_later) if num_later > 0 else 1.0
     height = 0.5 * (1 + math.cos(math.pi * progress))
     return config.min_lr + (config.peak_lr - config.min_lr) * height
 
