@@ -187,17 +187,20 @@ def test_questions_on_the_same_documents_share_a_batch_and_get_their_answers(loa
         Question(ids, f"the cat {number}", False, sampling) for number, ids in enumerate(documents)
     ]
     bad = Question(("0.txt",), "the cat " * 300, False, sampling)
-    results, num_batches = answers_of(loaded, store, [*questions, bad])
+    begun = loaded[1].encode("".join(sentences(2, seed=0)), add_special_tokens=False)
+    again = Question(("0.txt",), [*begun, 5], False, sampling)  # with the document
+    results, num_batches = answers_of(loaded, store, [*questions, bad, again])
     assert num_batches == 3
-    for question, result in zip(questions, results[:-1], strict=True):
+    for question, result in zip(questions, results[:-2], strict=True):
         cache = kvcat.compose(loaded[0], [store[id] for id in question.documents])
         ids = kvcat.question_ids(loaded[1], question.content, cache=cache)
         inputs = cache.inputs(loaded[0], ids)
         stock = loaded[0].generate(**inputs, max_new_tokens=5, do_sample=False)
         assert result[0].ids == stock[0, ids.shape[1] :].tolist()
         assert result[1].document_tokens == cache.num_tokens
-    assert isinstance(results[-1], RequestError)
-    assert "has more than" in results[-1].message
+    for result, message in zip(results[-2:], ("has more than", "begin with the doc"), strict=True):
+        assert isinstance(result, RequestError)
+        assert message in result.message
 
 
 FAMILIES = {
