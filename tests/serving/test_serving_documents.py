@@ -360,3 +360,17 @@ def test_a_document_with_an_answer_beyond_the_models_positions_is_rejected(tmp_p
     document.check_length(8)  # its layers keep slots while everything is within the window
     assert "exceed the 48" in refusal(document.check_length, 9)
     assert len(capture(model, ids(1, 4)).keys) == 2
+
+
+def test_a_prompt_that_begins_with_the_document_is_rejected(tmp_path):
+    model = make_model("llama", {})
+    text = ids(1, 40)
+    cache = kvcat.Eviction("streaming")(kvcat.trace(model, text, supervision="self"), num_slots=9)
+    cache.save(tmp_path / "a")
+    documents = open_documents(str(tmp_path), model.config, lambda _: fingerprint(model))
+    document = documents.find("a")
+    documents.find(["a", "a"]).check_is_no_document(text[0].tolist())  # the text of both is unknown
+    question = text[0].tolist()
+    assert "begins with the document" in refusal(document.check_is_no_document, [*question, 3])
+    for other in (question[:-1], [*question[1:], 3], [3]):
+        document.check_is_no_document(other)

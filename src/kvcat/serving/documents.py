@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from kvcat.cache import CompactCache, check_same_model, layer_windows
+from kvcat.cache import CompactCache, check_same_model, document_digests, layer_windows
 from kvcat.cache.files import CACHE, read_tensors
 from kvcat.compress.compose import check_turn
 from kvcat.corpus import Store
@@ -50,6 +50,7 @@ class Document:
         longest_text: most tokens of documents, question and answer.
         chat: whether the first document opens a user's turn in the chat template.
         chat_template: digest of that template; empty: not known.
+        text: digest of the tokens of one document; empty: not known, or there are several.
     """
 
     names: tuple[str, ...]
@@ -60,6 +61,16 @@ class Document:
     longest_text: int
     chat: bool = False
     chat_template: str = ""
+    text: str = ""
+
+    def check_is_no_document(self, ids: list[int]) -> None:
+        """Raise an ``InputError`` if tokens after the document begin with it."""
+        first = torch.tensor([ids[: self.num_tokens]])
+        if document_digests(first)[0] == self.text:
+            raise InputError(
+                f"the prompt begins with the document, whose {self.num_tokens} tokens the cache "
+                "holds: send only the text after it"
+            )
 
     def check_length(self, num_tokens: int) -> None:
         """Raise an ``InputError`` if question and answer of this length cannot follow.
@@ -177,6 +188,7 @@ class Documents(ABC):
             longest_text=min(limit for limit in limits if limit is not None),
             chat=bool(cache.record.chat),
             chat_template=cache.record.chat_template,
+            text=cache.record.document[0] if cache.record.document else "",
         )
 
 
@@ -335,6 +347,7 @@ def _joined(documents: Sequence[Document]) -> Document:
         counts=counts,
         has_log_bias=any(document.has_log_bias for document in documents),
         longest_text=min(document.longest_text for document in documents),
+        text="",
     )
 
 

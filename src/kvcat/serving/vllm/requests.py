@@ -193,6 +193,7 @@ def _with_token_ids(state: Any, path: str, body: bytes) -> tuple[Document | None
         chat_template=document.chat_template,
         positions=document.longest_text,
     )
+    document.check_is_no_document(ids)
     fields = request_fields(document, name, ids, str(request.get("cache_salt") or ""))
     request.pop(FIELD, None)
     most = state.vllm_config.model_config.max_model_len
