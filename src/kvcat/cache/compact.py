@@ -373,11 +373,14 @@ class CompactCache:
         """Raise ``InputError`` for a row whose tokens, without padding, begin with the document."""
         if input_ids.shape[1] < self.num_tokens:
             return
-        padded = input_ids
-        if attention_mask is not None:  # each row's tokens at its beginning
-            order = (attention_mask == 0).to(torch.int8).argsort(dim=1, stable=True)
-            padded = input_ids.gather(1, order)
-        if any(self._same_documents(padded[:, : self.num_tokens]) or []):
+        if attention_mask is None:
+            attention_mask = torch.ones_like(input_ids)
+        is_padding = attention_mask == 0
+        tokens_first = is_padding.to(torch.int8).argsort(dim=1, stable=True)
+        tokens = input_ids.gather(1, tokens_first)[:, : self.num_tokens]
+        is_long = ((~is_padding).sum(1) >= self.num_tokens).tolist()
+        are_same = self._same_documents(tokens) or [False] * len(tokens)
+        if any(same and long for same, long in zip(are_same, is_long, strict=True)):
             raise InputError(
                 f"input_ids begin with the document, whose {self.num_tokens} tokens the cache "
                 "holds: pass only the tokens after it"
