@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from kvcat.cli import app
 from kvcat.cli.app import commands, run
-from kvcat.cli.options import parse
+from kvcat.cli.options import labelled, parse
 from kvcat.option_types import Fractions, Strings, flat
-from tiny import sentences
+from tiny import refusal, sentences
 
 CONTROL = "this variant of small has policy 'control', not 'router': name another recipe"
 FILES = {
@@ -41,6 +41,12 @@ def test_streams_take_bytes_that_are_not_text_and_write_all_characters():
             check=True,
         )
         assert child.stdout == b"caf\xe9" + written + os.linesep.encode()
+
+
+def test_a_label_has_a_name():
+    for item in ("=folder", "@1=folder"):
+        assert f"{item!r} has no label before its =" in refusal(labelled, [item])
+    assert labelled(["a@1=folder", "b"]) == {"a@1": "folder", "b": "b"}
 
 
 def test_the_overview_imports_nothing_heavy():

@@ -25,7 +25,7 @@ from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
 from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
-from kvcat.corpus.store import check_store, open_writer
+from kvcat.corpus.store import StoreWriter, check_store, open_writer
 from kvcat.files import read_json, write_json
 from tiny import CHAT, byte_tokenizer, loud_model, refusal, sentences, write_tiny_model
 
@@ -118,6 +118,36 @@ def test_a_store_holds_caches_in_pieces_or_none(corpus, compress, tmp_path):
         other = CorpusSettings(num_slots=5, in_pieces=not in_pieces)
         message = refusal(compress, corpus, store, other)
         assert f"was made with in_pieces {in_pieces}, not {not in_pieces}" in message
+
+
+def test_a_text_that_comes_back_after_a_kill_gets_its_cache_again(compress, tmp_path, monkeypatch):
+    texts = {"a": "the cat sees a dog", "b": "a small red tree"}
+    file = tmp_path / "c.jsonl"
+    rows = [{"id": id, "text": text} for id, text in texts.items()]
+    compress(write_rows(file, rows), tmp_path / "store")
+    before = caches_in(tmp_path / "store")
+    add = StoreWriter.add
+
+    def killed(self, rows):
+        if any(row.error is None for row in rows):  # its cache is there, its record is not
+            raise KeyboardInterrupt
+        add(self, rows)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(StoreWriter, "add", killed)
+        with pytest.raises(KeyboardInterrupt):
+            compress(
+                write_rows(file, [{"id": "a", "text": "old stones"}, rows[1]]), tmp_path / "store"
+            )
+    assert caches_in(tmp_path / "store") != before
+    assert "has not finished" in refusal(Store(tmp_path / "store").__getitem__, "a")
+    result = compress(write_rows(file, rows), tmp_path / "store")
+    assert (result.num_made, result.num_kept) == (1, 1)
+    assert caches_in(tmp_path / "store") == before
+
+
+def caches_in(store):
+    return {file.name: file.read_bytes() for file in (store / "caches").rglob("*.safetensors")}
 
 
 def test_a_store_has_one_tokenizer_and_one_chat_template(loaded, corpus, tmp_path):

@@ -119,6 +119,19 @@ def test_stopped_anywhere_the_same_call_gives_the_same_folder_and_one_of_other_s
     assert seed or (len(seen) <= 31 and seen[0] >= calls[-1])
 
 
+@pytest.mark.parametrize("num_bytes", [None, 5])
+def test_tokens_that_are_gone_from_an_unfinished_folder_are_missed(
+    corpus, tokenizer, tmp_path, num_bytes
+):
+    interrupted(10, corpus[0], tokenizer, tmp_path / "tokens")
+    file = tmp_path / "tokens.partial" / "train.bin"
+    content = file.read_bytes()
+    file.unlink() if num_bytes is None else file.write_bytes(content[:num_bytes])
+    with pytest.raises(InputError, match=rf"has {num_bytes or 0} of the {len(content)} bytes"):
+        prepare(corpus[0], tokenizer, tmp_path / "tokens")
+    assert not (tmp_path / "tokens").exists()
+
+
 def test_stopped_at_its_limit_or_before_the_folder_has_its_name_the_same_call_only_finishes(
     corpus, tokenizer, tmp_path, monkeypatch
 ):

@@ -195,6 +195,8 @@ def _split_label(item: str) -> tuple[str, str]:
     """The label and folder of FOLDER (which may contain an equals sign) or LABEL=FOLDER."""
     label, equals, folder = item.partition("=")
     if equals and not Path(item).is_dir():
+        if not label.partition("@")[0]:
+            raise InputError(f"{item!r} has no label before its =: name FOLDER or LABEL=FOLDER")
         return label, folder
     return Path(item).name or item, item
 

@@ -126,6 +126,8 @@ def compress_on_ray(
     with open_writer(store, about) as writer:
         size = missing_in(writer.has, corpus)
         batches = list(planned_batches(corpus.documents(), encode, writer.has))
+        for batch in batches:
+            writer.replaces(encoded.document for encoded in batch)
         most = workers or num_devices(device)
         texts = [
             json.dumps([_record(encoded.document, encoded.is_made) for encoded in batch])

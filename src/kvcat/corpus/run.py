@@ -121,8 +121,12 @@ def fill_store(
         compressor = CorpusCompressor(model, tokenizer, settings, writer.storage)
         size = missing_in(writer.has, corpus)
         batches = planned_batches(corpus.documents(), encode, writer.has, shard)
-        rows = ((batch, compressor(batch)) for batch in batches)
-        return record_rows(writer, size, rows, show_progress=show_progress)
+
+        def made(batch: Sequence[EncodedDocument]) -> tuple[Sequence[EncodedDocument], list[Row]]:
+            writer.replaces(one.document for one in batch)
+            return batch, compressor(batch)
+
+        return record_rows(writer, size, map(made, batches), show_progress=show_progress)
 
 
 def dtype_name(model: PreTrainedModel) -> str:

@@ -3,7 +3,7 @@
 import math
 import time
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvcat.corpus.manifest import (
     write_manifest,
 )
 from kvcat.corpus.settings import CorpusSettings, check_same
+from kvcat.corpus.sources import CorpusDocument
 from kvcat.corpus.storage import LocalStorage, Storage, open_storage
 from kvcat.errors import InputError
 from kvcat.files import check_format, json_bytes, parse_json
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 SETTINGS = "store.json"
 _FORMAT = "kvcat-store-1"
+_NOT_FINISHED = "its text has changed, and the run that makes the new cache has not finished"
 _SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
 # the entries of store.json besides its format
 _SETTINGS = {
@@ -180,6 +182,22 @@ class StoreWriter:
         if row.fingerprint != self._fingerprint:  # a manifest of another store
             return False
         return cache_file(id) in self._files
+
+    def replaces(self, documents: Iterable[CorpusDocument]) -> None:
+        """Record that caches of other texts of these documents are about to be replaced.
+
+        If the run is killed between that and the record of the new cache, an earlier text that
+        comes back is not taken for one that has its cache.
+        """
+        rows = []
+        for document in documents:
+            row = self.rows.get(document.id)
+            if row is not None and row.error is None and row.checksum != document.checksum:
+                about = {"method": row.method, "model": row.model, "fingerprint": row.fingerprint}
+                rows.append(Row.failed(document.id, document.checksum, _NOT_FINISHED, about))
+        if rows:
+            self.add(rows)
+            self.flush()
 
     def add(self, rows: Sequence[Row]) -> None:
         """Record documents whose caches are in the store, or that cannot have one."""

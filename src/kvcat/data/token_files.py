@@ -132,9 +132,20 @@ class _TokenFile:
 
     Args:
         num_bytes: of an earlier call, that are kept.
+
+    Raises:
+        InputError: the file has not as many, or not their checksums.
     """
 
     def __init__(self, path: Path, num_bytes: int) -> None:
+        wanted = {path: num_bytes, _sums_file(path): num_bytes // BLOCK_BYTES * 4}
+        for file, least in wanted.items():
+            size = file.stat().st_size if file.exists() else 0
+            if size < least:
+                raise InputError(
+                    f"{file} has {size} of the {least} bytes that were written to it: remove "
+                    f"{path.parent} to begin again"
+                )
         self._file = path.open("a+b")
         self._file.truncate(num_bytes)
         self._sums = _sums_file(path).open("ab")
