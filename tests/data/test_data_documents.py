@@ -201,3 +201,33 @@ def test_a_byte_order_mark_at_the_start_of_a_rows_text_is_no_part_of_it(tmp_path
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     documents = list(open_documents(str(tmp_path / "t.jsonl")))
     assert [document.text for document in documents] == ["The cat.", "The\ufeff cat."]
+
+
+def test_a_parquet_file_with_two_columns_of_one_name_is_rejected(tmp_path):
+    columns = [pyarrow.array([text]) for text in ("first", "second", "third")]
+    for names in (["text", "text", "id"], ["id", "text", "id"], ["a", "b", "a"]):
+        table = pyarrow.Table.from_arrays(columns, names)
+        pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+        twice = max(names, key=names.count)
+        assert f"has 2 columns named '{twice}'" in refusal(pairs, tmp_path / "a.parquet")
+    table = pyarrow.Table.from_arrays(columns, ["a", "text", "a"])  # none of those that are read
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert pairs(tmp_path / "a.parquet") == [("a.parquet#0", "second")]
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 11, 12])
+def test_any_byte_of_a_local_file_changes_the_revision_of_its_source(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(documents_module, "HASHED_BYTES", 4)
+    monkeypatch.setattr(documents_module, "HASHED_PIECES", 3)
+    path = tmp_path / "a.txt"
+
+    def revision(content):
+        path.write_bytes(bytes(content))
+        return open_source(str(tmp_path)).revision
+
+    content = [65] * size
+    edited = [[*content[:place], 66, *content[place + 1 :]] for place in range(size)]
+    assert len({revision(each) for each in [content, *edited]}) == size + 1
+    assert revision(content) == revision(content)
+    in_larger = revision([65] * 99)
+    assert revision([65] * 98 + [66]) != in_larger  # the last piece ends with the file

@@ -71,9 +71,9 @@ def test_another_configuration_or_other_weights_of_a_label_are_rejected_and_the_
 ):
     with ResultsFolder(tmp_path, CONFIG) as folder:
         folder.append([record(0)])
-        folder.check_model("base", "abc", "float32")
+        folder.check_models({"base": {"fingerprint": "abc", "dtype": "float32"}})
         with pytest.raises(InputError, match=r"another model 'base', .*float32.*, not .*bfloat16"):
-            folder.check_model("base", "abc", "bfloat16")
+            folder.check_models({"base": {"fingerprint": "abc", "dtype": "bfloat16"}})
     for shard in ((0, 1), (1, 2), (1, 2)):
         with pytest.raises(
             InputError, match=r"another configuration: prefix_len is 8 there, 16 here"

@@ -11,6 +11,7 @@ import kvcat
 from kvcat.data.rows import read_rows
 from kvcat.evals import (
     Record,
+    ResultsFolder,
     SuffixTask,
     Window,
     compare_models,
@@ -58,6 +59,13 @@ ARC["choices"] = {"text": ["ice", "fire"], "label": ["A", "B"]}
 
 def line(**changes):
     return json.dumps({**dataclasses.asdict(RECORD), **changes})
+
+
+def labelled(*labels, differ=False):
+    """A record of each model; their weights are the same, or differ."""
+    weights = labels if differ else ("abc",) * len(labels)
+    pairs = zip(labels, weights, strict=True)
+    return [dataclasses.replace(RECORD, model=each, fingerprint=of) for each, of in pairs]
 
 
 def read_line(folder, damaged, kind="records"):
@@ -176,6 +184,12 @@ def without_harness(monkeypatch, tokenizer):
     (r"name those in it: .*200 .*300$", folder_of_folders),
     ("model 'base' come from two different models",
      lambda: models_of([RECORD, dataclasses.replace(RECORD, example="1", fingerprint="other")])),
+    ("'kvcat@1' have the same weights", lambda: models_of(labelled("kvcat@0", "kvcat@1"))),
+    ("'kvcat@1' would count as two runs",
+     lambda: models_of(labelled("kvcat@1", "kvcat", differ=True))),
+    ("'b@1' have the same weights",
+     lambda tmp_path: ResultsFolder(tmp_path, {}).check_models(
+         {label: {"fingerprint": "f", "dtype": "float32"} for label in ("b@0", "b@1")})),
     ("two data sets", lambda: summarise([RECORD, dataclasses.replace(RECORD, dataset="other")])),
     ("no record of model 'kvcat'", lambda: compare_models([RECORD], "kvcat")),
     # data

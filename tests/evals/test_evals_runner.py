@@ -22,6 +22,7 @@ from kvcat.evals import (
     read_records,
     summarise,
 )
+from kvcat.evals import runner as runner_module
 from kvcat.evals.evaluations.suffix import PreparedWindows
 from kvcat.models import decoder_layers
 from tiny import refusal
@@ -213,7 +214,7 @@ def test_several_seeds_are_several_records_of_methods_that_draw_and_one_of_other
 
 
 def test_costs_are_those_of_the_first_batch_in_a_warm_process(
-    models, windows, tmp_path, monkeypatch
+    models, windows, tmp_path, monkeypatch, caplog
 ):
     calls = []
     made = Eviction.fit
@@ -227,6 +228,26 @@ def test_costs_are_those_of_the_first_batch_in_a_warm_process(
     assert cost["seconds"] > 0
     assert cost["bytes"] < cost["dense_bytes"] / 2
     assert "ttft" not in cost  # 12 + 48 positions exceed the model's 32
+    assert caplog.messages == [
+        "first at keep ratio 0.25: an answer would exceed the model's positions: not timed"
+    ]
+
+
+def test_the_speed_of_methods_that_were_scored_before_is_not_measured_and_a_warning_says_so(
+    models, windows, tmp_path, monkeypatch, caplog
+):
+    monkeypatch.setattr(runner_module, "answer_speed", lambda *_: {"tokens_per_s": 1.0})
+    one = {"base": models["base"]}
+    run(one, windows, tmp_path / "a", ["first"], (0.25,))
+    run(one, windows, tmp_path / "a", ["first"], (0.25,), speed=True)
+    assert caplog.messages == [
+        f"the speed of answers with first on 'base' is not measured: {tmp_path / 'a'} has its "
+        "scores already"
+    ]
+    caplog.clear()
+    for _ in range(2):
+        run(one, windows, tmp_path / "b", ["first"], (0.25,), speed=True)
+    assert not caplog.messages
 
 
 def test_a_model_may_be_added_under_a_new_label_and_is_paired_with_the_others(

@@ -200,7 +200,7 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
 
 def test_training_seeds_become_one_row_whose_interval_knows_of_them():
     seeds = [
-        dataclasses.replace(r, model=f"kvcat@{s}")
+        dataclasses.replace(r, model=f"kvcat@{s}", fingerprint=str(s))
         for s in range(3)
         for r in drawn("kvcat", 0.1 * s)
     ]

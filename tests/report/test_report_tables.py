@@ -279,9 +279,13 @@ def test_an_average_over_tasks_covers_training_runs_that_answer_all_of_them(tmp_
 
 def test_missing_seeds_and_training_runs_are_named_like_missing_examples(tmp_path):
     made_up = made_up_records(("base", "kvcat"), num_documents=4, methods=("snapkv", "gradient"))
-    variant = [replace(r, model=f"kvcat@{run}") for r in made_up for run in (0, 1)]
     records = [r for r in made_up if r.model == "base"]
-    records += [r for r in variant if "kvcat" in r.model and r.fingerprint == "f-kvcat"]
+    records += [
+        replace(r, model=f"kvcat@{run}", fingerprint=f"f-{run}")
+        for r in made_up
+        if r.model == "kvcat"
+        for run in (0, 1)
+    ]
     seeded = []
     for seed in (0, 1):
         seeded += [replace(r, seed=seed) if r.method == "snapkv" else r for r in records]

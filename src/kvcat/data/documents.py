@@ -14,6 +14,7 @@ import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from io import BufferedReader
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,8 @@ TOKENS_INDEX = "tokens.json"
 PIECE_CHARACTERS = 1 << 14
 PARQUET_ROWS = 16  # few, as each stream holds so many and a document may be a book
 BUFFER_BYTES = 1 << 20
+HASHED_BYTES = 1 << 16
+HASHED_PIECES = 1024
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -104,11 +107,25 @@ class SourceFile:
 
 @dataclass(frozen=True)
 class Source:
-    """The files of a source, in the order of their names."""
+    """The files of a source, in the order of their names.
+
+    Args:
+        commit: of a Hub data set; "": the files are local.
+    """
 
     name: str
     files: tuple[SourceFile, ...]
-    revision: str  # the same for the same files
+    commit: str = ""
+
+    @cached_property
+    def revision(self) -> str:
+        """The commit, or a hash of the files' names, sizes and bytes: the same for the same files.
+
+        Of a file above 64 MiB, 1,024 pieces of 64 KiB are hashed, evenly spaced.
+        """
+        if self.commit:
+            return self.commit
+        return _digest(f"{file.name} {_digest_of_bytes(Path(file.url))}" for file in self.files)
 
 
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
@@ -148,8 +165,7 @@ def open_source(
         raise InputError(f"{READ_WHOLE}: give {INSTALLED}, not {name}")
     path = Path(local_name).expanduser()
     files = _installed_files() if local_name == INSTALLED else _local_files(path, also_text)
-    sizes = [f"{file.name} {Path(file.url).stat().st_size}" for file in files]
-    return Source(name, tuple(files), _digest(sizes))
+    return Source(name, tuple(files))
 
 
 @dataclass(frozen=True)
@@ -222,8 +238,11 @@ def _parquet_rows(
 ) -> Iterator[tuple[int, dict[str, Any]]]:
     """The rows of one stripe of an open parquet file, from the row group of ``start`` on."""
     with parquet.ParquetFile(raw, buffer_size=BUFFER_BYTES) as table:
-        has_text = file.text_field in table.schema_arrow.names
-        columns = [file.text_field, file.id_field] if has_text else None
+        names = table.schema_arrow.names
+        columns = [file.text_field, file.id_field] if file.text_field in names else None
+        for name in columns or names:
+            if names.count(name) > 1:
+                raise InputError(f"{file.url} has {names.count(name)} columns named {name!r}")
         is_striped_by_group = stripe.count <= table.num_row_groups
         end = 0
         for group in range(table.num_row_groups):
@@ -443,13 +462,26 @@ def _digest(lines: Iterable[str]) -> str:
     return hashlib.sha256(content).hexdigest()[:40]
 
 
+def _digest_of_bytes(path: Path) -> str:
+    """The size of a file and a hash of its bytes, all of them or evenly spaced pieces."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        count = min(HASHED_PIECES, -(-size // HASHED_BYTES))
+        hashed = hashlib.sha256()
+        for number in range(count):
+            # the last piece ends with the file
+            file.seek(max(0, size - HASHED_BYTES) * number // max(1, count - 1))
+            hashed.update(file.read(HASHED_BYTES))
+    return f"{size} {hashed.hexdigest()}"
+
+
 def _hub_source(name: str, revision: str | None) -> Source:
     """The files of a data set on the Hub; its revision is the commit."""
     data_set = HubDataSet.parse(name)
     urls = data_set.file_urls(revision)
     files = _whole_texts([_hub_file(data_set.repository, url) for url in urls])
     commit = re.search(r"@([^/]+)/", urls[0])
-    return Source(name, tuple(files), _digest(urls) if commit is None else commit[1])
+    return Source(name, tuple(files), commit=_digest(urls) if commit is None else commit[1])
 
 
 def _hub_file(repository: str, url: str) -> SourceFile:

@@ -108,6 +108,9 @@ class TextStreams:
     seed: int
     start: ClassVar = Position()
 
+    def __post_init__(self) -> None:
+        _ = self.source.revision  # of the files as they are now
+
     @property
     def identity(self) -> dict[str, Any]:
         """Everything that determines the sequences, in JSON values."""

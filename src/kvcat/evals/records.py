@@ -19,7 +19,7 @@ from kvcat.files import (
     read_json,
     read_jsonl,
 )
-from kvcat.stats.records import Key, Record, method_label, models_of
+from kvcat.stats.records import Key, Record, check_runs, method_label, models_of
 
 _CONFIG_FIELDS = ("evaluation", "dataset", "num_examples", "methods")
 _METHOD_FIELDS = ("name", "options", "keep_ratios", "num_examples")
@@ -97,14 +97,23 @@ class ResultsFolder:
                 with one_writer(self.path, lock.name):
                     pass
 
-    def check_model(self, label: str, fingerprint: str, dtype: str) -> None:
-        """Reject a label whose records in this folder have other weights or another dtype."""
-        weights = {"fingerprint": fingerprint, "dtype": dtype}
-        stored = models_of(self.records).get(label, weights)
-        if stored != weights:
-            raise InputError(
-                f"{self.path} holds results of another model {label!r}, {stored}, not {weights}"
-            )
+    def check_models(self, models: Mapping[str, Mapping[str, str]]) -> None:
+        """Reject labels whose records in this folder have other weights or another dtype.
+
+        Also those that would not be runs of their own, among themselves or next to the models of
+        this folder (``check_runs``).
+
+        Args:
+            models: fingerprint and dtype of each model's weights, by label.
+        """
+        known = models_of(self.records)
+        for label, weights in models.items():
+            stored = known.setdefault(label, dict(weights))
+            if stored != weights:
+                raise InputError(
+                    f"{self.path} holds results of another model {label!r}, {stored}, not {weights}"
+                )
+        check_runs({label: weights["fingerprint"] for label, weights in known.items()})
 
     @property
     def records(self) -> list[Record]:

@@ -1,6 +1,7 @@
 """The resumable loop of every evaluation over models, batches, baselines and compressors."""
 
 import json
+import logging
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,7 @@ from kvcat.compress.calibration import budget_digests
 from kvcat.errors import InputError, check_least, check_shard, unknown_name
 from kvcat.evals.costs import Step, answer_speed, measure
 from kvcat.evals.evaluation import ReportFacts
-from kvcat.evals.records import ResultsFolder, Shard
+from kvcat.evals.records import ResultsFolder, Shard, read_costs
 from kvcat.evals.registry import find_evaluation
 from kvcat.evals.task import (
     Baseline,
@@ -31,8 +32,9 @@ from kvcat.evals.task import (
 )
 from kvcat.precision import tf32_facts, tf32_products
 from kvcat.provenance import provenance
-from kvcat.stats.records import Record
+from kvcat.stats.records import Record, method_label
 
+_LOGGER = logging.getLogger(__name__)
 Models = Mapping[str, tuple[PreTrainedModel, Any]]
 """Model and tokenizer by label."""
 Primary = tuple[str, float, str]
@@ -191,8 +193,11 @@ class Plan:
             runs = []
             for label, (model, tokenizer) in models.items():
                 run = _Run(self.task, label, model, tokenizer, folder=folder, bar=bar, speed=speed)
-                folder.check_model(label, run.fingerprint, run.dtype)
                 runs.append(run)
+            folder.check_models({run.label: run.weights for run in runs})
+            if speed and batches:
+                for run in runs:
+                    run.warn_of_untimed(batches)
             # a call that computes nothing is not among the sources of the records
             is_complete = all(run.has_scored(batch) for run in runs for batch in batches)
             if not is_complete:
@@ -230,13 +235,38 @@ class _Run:
         self.dtype = str(parameter.dtype).removeprefix("torch.")
         self.device = parameter.device
 
+    @property
+    def weights(self) -> dict[str, str]:
+        """The fingerprint and dtype of the model's weights."""
+        return {"fingerprint": self.fingerprint, "dtype": self.dtype}
+
     def has_scored(self, batch: _Batch) -> bool:
         """Whether the folder has all records of a batch."""
-        return all(
-            self._is_done(job, keep_ratio, batch.examples)
-            for job in batch.jobs
-            for keep_ratio in job.keep_ratios
-        )
+        return all(self._has_scored(job, batch) for job in batch.jobs)
+
+    def _has_scored(self, job: _Job, batch: _Batch) -> bool:
+        """Whether the folder has all records of a method for a batch."""
+        return all(self._is_done(job, keep, batch.examples) for keep in job.keep_ratios)
+
+    def warn_of_untimed(self, batches: Sequence[_Batch]) -> None:
+        """Warn of methods that will not be timed, since the folder has all their records."""
+        timed = [
+            (cost["model"], method_label(cost["method"], cost["options"]))
+            for cost in read_costs(self.folder.path)
+            if "tokens_per_s" in cost
+        ]
+        missing = [
+            job for batch in batches for job in batch.jobs if not self._has_scored(job, batch)
+        ]
+        for job in batches[0].jobs:  # all methods score the first examples
+            is_timed = (self.label, method_label(job.name, job.options)) in timed
+            if job.compressor is not None and job not in missing and not is_timed:
+                _LOGGER.warning(
+                    "the speed of answers with %s on %r is not measured: %s has its scores already",
+                    job.name,
+                    self.label,
+                    self.folder.path,
+                )
 
     def score_missing(self, batch: _Batch) -> None:
         """Compute and write the records of a batch that the folder lacks."""
@@ -342,6 +372,9 @@ class _Run:
             "tokens": trace.prefix_len,
             "dense_bytes": trace.dense_cache().nbytes,
         }
+        if self.speed and not all(speed for _, (_, speed) in measured):
+            place = f"{job.name} at keep ratio {keep_ratio:g}"
+            _LOGGER.warning("%s: an answer would exceed the model's positions: not timed", place)
         self.folder.append_cost(*({**job_facts, **cost, **speed} for cost, (_, speed) in measured))
         return [(cost["step"], scores) for cost, (scores, _) in measured]
 

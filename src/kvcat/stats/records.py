@@ -65,7 +65,7 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
     """The fingerprint and dtype of each model's weights, by label.
 
     Raises:
-        InputError: one label has two sets of weights.
+        InputError: one label has two sets of weights, or ``check_runs``.
     """
     models: dict[str, dict[str, str]] = {}
     for record in records:
@@ -75,4 +75,29 @@ def models_of(records: Iterable[Record]) -> dict[str, dict[str, str]]:
             raise InputError(
                 f"the records of model {record.model!r} come from two different models"
             )
+    check_runs({label: weights["fingerprint"] for label, weights in models.items()})
     return models
+
+
+def check_runs(fingerprints: Mapping[str, str]) -> None:
+    """Check that labels with the same part before the ``@`` are different runs of one model.
+
+    Args:
+        fingerprints: of each model's weights, by label.
+
+    Raises:
+        InputError: two runs have the same weights, or one has no ``@``.
+    """
+    known: dict[tuple[str, str], str] = {}
+    for label, weights in fingerprints.items():
+        model, at, _ = label.partition("@")
+        other = known.setdefault((model, weights), label)
+        if other != label:
+            raise InputError(
+                f"{other!r} and {label!r} have the same weights and are not two runs of {model!r}"
+            )
+        if at and model in fingerprints:
+            raise InputError(
+                f"{model!r} and {label!r} would count as two runs of one model: label every run of "
+                "a model LABEL@SEED, and other models otherwise"
+            )
