@@ -1,11 +1,12 @@
 #!/bin/sh
-# Phase 2: one variant from the adapted checkpoint. The seed of the data differs from the adaptation's.
+# Phase 2: one variant from the adapted checkpoint, or from START. The seed of the data differs from the adaptation's.
 . "$(dirname "$0")/common.sh"
 variant=${1:?names a variant, see README.md}
 WEIGHT=${WEIGHT:-1} LR=${LR:-3e-5}
 routers="--policy router --router-lr-multiplier 33"  # 1e-3: at 3e-4 they hide nothing for a long time
-prefix="--prefix-range 0.5 0.9 --target-keep 0.25"
-attended="--policy attention --num-groups ${LAYERS:-30} --prefix-range 0.5 0.9 --target-keep 0.1"  # each layer its own
+split="--prefix-range ${SPLIT:-0.5 0.9}"
+prefix="$split --target-keep 0.25"
+attended="--policy attention --num-groups ${LAYERS:-30} $split --target-keep 0.1"  # each layer its own
 case $variant in
   control) options="--policy control" ;;
   router) options="$routers" ;;
@@ -23,5 +24,5 @@ name=$variant
 [ "$variant" = control ] || { options="$options --mask-weight $WEIGHT"; name=$name-w$WEIGHT; }
 [ -z "${FORM:-}" ] || name=$name-$FORM
 [ "$LR" = 3e-5 ] || name=$name-lr$LR
-continue_pretraining "$name-s$SEED" "$OUT/adapt/export" $options --max-steps "$STEPS" --warmup-steps 10 \
+continue_pretraining "$name-s$SEED" "${START:-$OUT/adapt/export}" $options --max-steps "$STEPS" --warmup-steps 10 \
   --peak-lr "$LR" --min-lr "$LR" --seed $((SEED + 1))

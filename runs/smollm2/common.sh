@@ -23,12 +23,15 @@ tokens() {
 }
 
 # continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common; an option that is
-# given twice has the later value. FORM: one of runs/price/train.py in place of kvcat train
+# given twice has the later value. FORM, in place of kvcat train: only-WORDS (train_only.py), or one of runs/price/train.py
 continue_pretraining() {
   folder=$1; from=$2; shift 2
   tokens
   train="-m kvcat train"
-  [ -z "${FORM:-}" ] || train="runs/price/train.py $FORM"
+  case ${FORM:-} in
+    only-*) train="runs/smollm2/train_only.py ${FORM#only-}" ;;
+    ?*) train="runs/price/train.py $FORM" ;;
+  esac
   python $train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
     --batch-size "$BATCH" --micro-batch-size "$MICRO" --dtype "$DTYPE" --device "$DEVICE" \
     --validation-sequences 16 --validation-every 64 --checkpoint-every "$CHECKPOINT_EVERY" --compile "$@"

@@ -1,0 +1,61 @@
+"""``kvcat train`` of some weights alone: those whose names hold one of some words.
+
+    python runs/smollm2/train_only.py k_proj,v_proj small --model smollm2-135m --output out/kv ...
+
+After the words come the arguments of ``kvcat train``. The other weights stay as they are, in the
+dense pass too; routers are trained. An output folder continues only with the same words, which are
+in a file next to it.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import kvcat
+from kvcat.cli.train import parse_config
+from kvcat.errors import InputError, run_script
+from kvcat.files import read_json, write_json
+from kvcat.training import run
+
+
+def train_only(words: list[str]) -> None:
+    """Let runs of this process train the weights whose names hold one of the words, no others."""
+    load = run.load
+
+    def loaded(*arguments: Any, **options: Any) -> Any:
+        model, tokenizer = load(*arguments, **options)
+        trained = 0
+        for name, weight in model.named_parameters():
+            weight.requires_grad_(any(word in name for word in words))
+            trained += weight.numel() * weight.requires_grad
+        if not trained:
+            raise InputError(f"no weight of the model has {' or '.join(words)} in its name")
+        return model, tokenizer
+
+    run.load = loaded
+
+
+def check_form(folder: Path, words: list[str]) -> None:
+    """Reject an output folder that was begun with other words; else write them next to it."""
+    file = folder.with_name(f"{folder.name}.form.json")
+    known = read_json(file)["only"] if file.exists() else None
+    if known != words and folder.exists():
+        raise InputError(f"{folder} holds another run, which trains {known or 'all weights'}")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    write_json(file, {"only": words})
+
+
+def main() -> None:
+    """Train and print the folder of the export."""
+    names, *arguments = sys.argv[1:] or [""]
+    words = [word for word in names.split(",") if word]
+    config, dry_run = parse_config(arguments)
+    if dry_run:
+        raise InputError("--dry-run is an option of kvcat train alone")
+    check_form(Path(config.output), words)
+    train_only(words)
+    print(kvcat.train(config).export)
+
+
+if __name__ == "__main__":
+    run_script(main)
