@@ -200,8 +200,10 @@ class HubDataSet:
             revision: commit; None: the newest.
 
         Raises:
-            InputError: no such data set or split, or no connection to the Hub, within seconds.
+            InputError: no such data set or split, a local folder of that name, or no connection to
+                the Hub, within seconds.
         """
+        self._check_is_not_here()
         obstacle = hub_obstacle()
         if obstacle is not None:
             raise InputError(f"data set {self.repository!r} is on the Hub, and {obstacle}")
@@ -226,9 +228,10 @@ class HubDataSet:
         """All rows of the split; from the local cache alone if HF_HUB_OFFLINE is set.
 
         Raises:
-            InputError: no connection to the Hub, within seconds.
+            InputError: a local folder of that name, or no connection to the Hub, within seconds.
             OSError, ValueError, datasets.exceptions.DatasetsError: the data set cannot be read.
         """
+        self._check_is_not_here()
         # with HF_HUB_OFFLINE datasets looks into its cache, at once
         obstacle = None if constants.HF_HUB_OFFLINE else hub_obstacle()
         if obstacle is not None:
@@ -239,6 +242,14 @@ class HubDataSet:
         import datasets
 
         return datasets.load_dataset(self.repository, self.config, split=self.split)
+
+    def _check_is_not_here(self) -> None:
+        """Reject a data set that has the name of a local folder, which datasets would read."""
+        if Path(self.repository).exists():
+            raise InputError(
+                f"hub:{self.repository} is also the name of a folder here: name the folder without "
+                "hub:, or start elsewhere"
+            )
 
 
 def hub_obstacle() -> str | None:

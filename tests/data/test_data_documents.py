@@ -1,5 +1,6 @@
 """Documents from files, folders, the installation and the Hub."""
 
+import gzip
 import json
 import struct
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import pytest
 from kvcat.data import documents as documents_module
 from kvcat.data import open_documents
 from kvcat.data.documents import PIECE_CHARACTERS, SourceFile, open_source, read_documents
+from kvcat.data.rows import read_rows
 from kvcat.errors import InputError
 from tiny import refusal
 
@@ -132,6 +134,15 @@ def test_hub_names_carry_configuration_and_split_and_files_their_commit(monkeypa
     assert source.revision == commit
 
 
+def test_a_hub_data_set_is_no_local_folder_of_its_name(monkeypatch, tmp_path):
+    (tmp_path / "o" / "n").mkdir(parents=True)
+    (tmp_path / "o" / "n" / "train.jsonl").write_text('{"text": "local"}')
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("kvcat.hub.hub_obstacle", lambda: None)
+    for read in (open_source, lambda name: list(read_rows(name))):
+        assert "hub:o/n is also the name of a folder here" in refusal(read, "hub:o/n")
+
+
 def test_a_hub_data_set_of_another_kind_and_what_clients_of_the_network_raise_end_in_one_line(
     monkeypatch,
 ):
@@ -201,6 +212,29 @@ def test_a_byte_order_mark_at_the_start_of_a_rows_text_is_no_part_of_it(tmp_path
     (tmp_path / "t.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
     documents = list(open_documents(str(tmp_path / "t.jsonl")))
     assert [document.text for document in documents] == ["The cat.", "The\ufeff cat."]
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.ndjson.gz", "a.jsonlines", "A.JSONL", "a.JSON.gz"])
+def test_json_lines_of_every_suffix_are_rows_named_or_in_a_folder(tmp_path, name):
+    content = b'{"text": "one"}\n{"text": "two"}\n'
+    packed = gzip.compress(content) if name.endswith(".gz") else content
+    (tmp_path / name).write_bytes(packed)
+    rows = [(f"{name}#0", "one"), (f"{name}#1", "two")]
+    assert pairs(tmp_path / name) == rows
+    if "json." not in name.lower():  # .json holds rows only if it is named itself
+        assert pairs(tmp_path) == rows
+
+
+def test_zst_files_need_a_decompressor_that_notices_a_cut_file(tmp_path, monkeypatch):
+    """fsspec takes the package zstandard, which does not, if it has no other."""
+    (tmp_path / "a.txt.zst").write_bytes(b"anything")
+
+    def zstandard_file(infile, mode="rb"):
+        return infile
+
+    for made in ({}, {"zstd": zstandard_file}):
+        monkeypatch.setattr(documents_module.fsspec.compression, "compr", made)
+        assert "pip install -U backports.zstd" in refusal(pairs, tmp_path / "a.txt.zst")
 
 
 def test_a_parquet_file_with_two_columns_of_one_name_is_rejected(tmp_path):

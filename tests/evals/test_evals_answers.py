@@ -17,6 +17,7 @@ from kvcat.errors import InputError
 from kvcat.evals.answers import greedy_answers
 from kvcat.evals.questions import Question, QuestionTask, answer_ids
 from kvcat.evals.task import vocabulary
+from tiny import loud_model
 
 CONTEXT = 24
 NEW = 5
@@ -135,6 +136,13 @@ def test_an_example_gives_the_same_alone_as_in_a_batch(model, tokenizer):
             assert alone.baseline(baseline)[0] == pytest.approx(
                 together.baseline(baseline)[row], abs=2e-4
             )
+
+
+def test_a_long_answer_next_to_a_long_question_needs_no_positions_that_neither_has():
+    model = loud_model("opt", vocab_size=300, ffn_dim=48, max_position_embeddings=40)
+    short, long = [5, 6, 7], list(range(10, 46))
+    answers = greedy_answers(model, None, [long, short], [4, 37])
+    assert answers == [naive_answer(model, long, 4), naive_answer(model, short, 37)]
 
 
 def test_of_the_settings_of_generation_only_the_end_of_text_counts_and_it_ends_its_row_alone(

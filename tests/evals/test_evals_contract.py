@@ -72,3 +72,11 @@ def test_an_evaluation_records_the_metrics_that_it_shows_and_the_whole_cache_los
         dense = METRICS[metric].dense_metric
         if dense in compressed:
             assert compressed[metric] == pytest.approx(compressed[dense], abs=1e-5)
+
+
+def test_a_label_in_a_report_says_one_thing_in_all_evaluations():
+    for name in evaluation_names():
+        find_evaluation(name)
+    by_label = {}
+    for metric in METRICS.values():
+        assert by_label.setdefault(metric.label, metric.description) == metric.description

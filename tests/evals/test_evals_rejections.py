@@ -3,9 +3,14 @@
 import dataclasses
 import json
 import re
+import string
 from pathlib import Path
 
 from small_evaluations import Characters, tiny
+from tokenizers import Tokenizer
+from tokenizers.models import BPE
+from tokenizers.trainers import BpeTrainer
+from transformers import PreTrainedTokenizerFast
 
 import kvcat
 from kvcat.data.rows import read_rows
@@ -135,6 +140,15 @@ def qa_check(*, context="Boil water.", tokenizer=None):
     model = tiny(0, vocab_size=300, hidden_size=32, max_position_embeddings=128)
     example = QAExample("piqa:4", "4", "piqa", (context,) * 2, ("dog " * 200, "cat"), 0)
     return QATask((example,)).check("m", model, tokenizer)
+
+
+def merging_tokenizer(text):
+    """A tokenizer with one token for a whole text, as SuperBPE has them for several words."""
+    backend = Tokenizer(BPE(unk_token="?"))
+    texts = [text] * 9 + list(string.printable)
+    special = ["?", "<eos>"]
+    backend.train_from_iterator(texts, BpeTrainer(vocab_size=300, special_tokens=special))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>", unk_token="?")
 
 
 class Matching(QuestionTask):
@@ -275,6 +289,8 @@ def without_harness(monkeypatch, tokenizer):
     ("qa needs the tokenizer of model 'm'", lambda: qa_check()),
     (r"model 'm', choices of piqa 4: \d+ tokens exceed the model's 128 positions",
      lambda tokenizer: qa_check(tokenizer=tokenizer)),
+    ("m', piqa 4: the tokens of 'cat' merge into those before them",
+     lambda: qa_check(tokenizer=merging_tokenizer("Boil water. cat"))),
     ("qa is evaluated without compression", not_compressed),
     (r"pip install .*\[harness\]", without_harness),
 )  # fmt: skip

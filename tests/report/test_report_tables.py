@@ -277,6 +277,16 @@ def test_an_average_over_tasks_covers_training_runs_that_answer_all_of_them(tmp_
     assert average.high - average.value == pytest.approx(sum(half_widths) / 8, abs=1e-12)
 
 
+def test_a_model_that_is_called_like_a_column_of_the_table_has_a_column_of_its_own(tmp_path):
+    records = [r for r in MADE_UP["qa"]() if r.model == "kvcat"]
+    table = strata_table(read_results(write_results(tmp_path / "a", records, "qa")), "dense")
+    called = [replace(r, model="n") for r in records]
+    same = strata_table(read_results(write_results(tmp_path / "b", called, "qa")), "dense")
+    assert list(same.frame) == [c.replace("kvcat", "model n") for c in table.frame]
+    for name, other in zip(table.frame, same.frame, strict=True):
+        assert table.frame[name].astype(str).tolist() == same.frame[other].astype(str).tolist()
+
+
 def test_missing_seeds_and_training_runs_are_named_like_missing_examples(tmp_path):
     made_up = made_up_records(("base", "kvcat"), num_documents=4, methods=("snapkv", "gradient"))
     records = [r for r in made_up if r.model == "base"]

@@ -134,7 +134,7 @@ def corpus_files(
         raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source, also_text=_ALSO_TEXT).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
-    if Path(source).expanduser().is_file() and not source.endswith(known):
+    if Path(source).expanduser().is_file() and not source.lower().endswith(known):
         raise InputError(
             f"{source} is not a corpus: rows are in .jsonl or .parquet files, one document each in "
             f"text files ({', '.join(SUFFIXES['text'])})"

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import fsspec
+import fsspec.compression
 import pyarrow
 from pyarrow import parquet
 
@@ -31,10 +32,15 @@ from kvcat.text.encoder import repaired
 COMPRESSED_SUFFIXES = (".gz", ".bz2", ".xz", ".zst")
 SUFFIXES = {
     "parquet": (".parquet",),
-    "jsonl": (".jsonl", *(f".jsonl{suffix}" for suffix in COMPRESSED_SUFFIXES)),
+    "jsonl": tuple(
+        f"{kind}{suffix}"
+        for kind in (".jsonl", ".ndjson", ".jsonlines")
+        for suffix in ("", *COMPRESSED_SUFFIXES)
+    ),
     "text": (".txt", ".md", ".rst", ".py", ".tex", ".html"),
 }
-HUB_LINES_SUFFIXES = (".json", *(f".json{suffix}" for suffix in COMPRESSED_SUFFIXES), ".ndjson")
+JSON_SUFFIXES = (".json", *(f".json{suffix}" for suffix in COMPRESSED_SUFFIXES))
+"""Of files that hold JSON lines if they are named themselves, or are a data set of the Hub."""
 PACKAGES = (
     "torch",
     "transformers",
@@ -131,13 +137,13 @@ class Source:
 def open_documents(source: str, *, text_field: str = "text") -> Iterator[Document]:
     """The documents of a source, in the order of its files.
 
-    A table (``.parquet``, ``.jsonl``) holds one document per row; rows without a text, or with an
-    empty one, are left out. Characters of a row that are not Unicode, such as half of an emoji,
-    become U+FFFD, and a warning names the file's first such row. A plain text longer than 16,384
-    characters becomes consecutive pieces of at most that size, cut at line ends. If the source has
-    other files as well, they record that they are pieces of one text (``text_id``); if it is the
-    only file, they are documents. In a folder, files with other suffixes are left out; if the
-    source is such a file itself, it is read as plain text, or as JSON lines if its name ends in
+    A table (``.parquet``, ``.jsonl``, ``.ndjson``) holds one document per row; rows without a text,
+    or with an empty one, are left out. Characters of a row that are not Unicode, such as half of an
+    emoji, become U+FFFD, and a warning names the file's first such row. A plain text longer than
+    16,384 characters becomes consecutive pieces of at most that size, cut at line ends. If the
+    source has other files as well, they record that they are pieces of one text (``text_id``); if
+    it is the only file, they are documents. In a folder, files with other suffixes are left out; if
+    the source is such a file itself, it is read as plain text, or as JSON lines if its name ends in
     ``.json``.
 
     Raises:
@@ -207,6 +213,8 @@ def open_rows(
         InputError: a file that cannot be read.
     """
     compression = None if file.kind == "parquet" else "infer"
+    if compression and file.url.lower().endswith(".zst"):
+        _check_zstd(file.url)
     try:
         with fsspec.open(file.url, "rb", compression=compression) as raw:
             yield from _rows(raw, file, start, stripe)
@@ -214,6 +222,18 @@ def open_rows(
         raise
     except Exception as error:  # clients of the network and decompressors raise anything
         raise InputError(f"{file.url} cannot be read as {file.kind}: {one_line(error)}") from error
+
+
+def _check_zstd(url: str) -> None:
+    """Raise an ``InputError`` if nothing here reads .zst files, or what does so reads cut ones.
+
+    fsspec has the decompressor of Python 3.14 or of backports.zstd; without either, that of the
+    package zstandard, which ends in the middle of a file as if it were the end.
+    """
+    decompressor = fsspec.compression.compr.get("zstd")
+    if getattr(decompressor, "__name__", "") != "ZstdFile":
+        remedy = "pip install -U backports.zstd fsspec"
+        raise InputError(f"to read {url}, Python before 3.14 needs a package: {remedy}")
 
 
 _Row = tuple[int, dict[str, Any] | bytes]
@@ -424,8 +444,7 @@ def _python_files(root: Path) -> Iterator[Path]:
 def _local_files(path: Path, also_text: tuple[str, ...]) -> list[SourceFile]:
     """The files of a folder, or the named file itself."""
     if path.is_file():
-        is_json = path.name.endswith(HUB_LINES_SUFFIXES)
-        kind = "jsonl" if is_json else _kind(path.name) or "text"
+        kind = _kind(path.name, named=True) or "text"
         return [SourceFile(path.name, str(path), kind)]
     if not path.is_dir():
         raise InputError(f"no such text file or folder: {path}")
@@ -433,7 +452,9 @@ def _local_files(path: Path, also_text: tuple[str, ...]) -> list[SourceFile]:
         raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
     files = []
     for file in sorted(path.rglob("*")):
-        kind = _kind(file.name) or ("text" if file.name.endswith(also_text) else None)
+        kind = _kind(file.name) or (
+            "text" if file.name.lower().endswith(also_text) else None
+        )
         if kind is not None and file.is_file():
             files.append(SourceFile(file.relative_to(path).as_posix(), str(file), kind))
     if not files:
@@ -448,12 +469,17 @@ def _whole_texts(files: list[SourceFile]) -> list[SourceFile]:
     return [replace(file, is_one_text=file.kind == "text") for file in files]
 
 
-def _kind(name: str) -> str | None:
-    """The kind of a file by its suffix; None: another suffix."""
+def _kind(name: str, *, named: bool = False) -> str | None:
+    """The kind of a file by its suffix, in small letters or capitals; None: another suffix.
+
+    Args:
+        named: it is named itself, or of a data set of the Hub.
+    """
+    name = name.lower()
     for kind, suffixes in SUFFIXES.items():
         if name.endswith(suffixes):
             return kind
-    return None
+    return "jsonl" if named and name.endswith(JSON_SUFFIXES) else None
 
 
 def _digest(lines: Iterable[str]) -> str:
@@ -488,7 +514,7 @@ def _hub_file(repository: str, url: str) -> SourceFile:
     """A file of a data set on the Hub, named by its path in the repository."""
     path = url.partition("://")[2] or url
     file = re.sub(rf"^datasets/{re.escape(repository)}(@[^/]+)?/", "", path)
-    kind = "jsonl" if file.endswith(HUB_LINES_SUFFIXES) else _kind(file)
+    kind = _kind(file, named=True)
     if kind is None:
         raise InputError(
             f"data set {repository!r} keeps its text in {file}; only parquet, JSON lines and text "

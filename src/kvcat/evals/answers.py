@@ -19,36 +19,36 @@ def greedy_answers(
     model: PreTrainedModel,
     cache: CompactCache | None,
     questions: Sequence[Sequence[int]],
-    max_new_tokens: int,
+    max_new_tokens: int | Sequence[int],
 ) -> list[list[int]]:
     """Greedy answers to the questions, decoded until an end-of-text token.
 
     Shorter questions are padded on the left; padding does not change an answer. Where layers keep a
     state of the context, which padding would change, only questions of equal length share a batch.
-    Only the end-of-text tokens are used from the model's generation settings.
+    Answers that share a batch have the same largest number of tokens, so that no row reaches
+    positions that its own question and answer do not need. Only the end-of-text tokens are used
+    from the model's generation settings.
 
     Args:
         model: model that answers.
         cache: cache in place of the contexts; None: there are no contexts.
         questions: token ids of each question.
-        max_new_tokens: largest number of tokens in an answer.
+        max_new_tokens: largest number of tokens in an answer, or in that to each question.
     """
-    if cache is not None and cache.states:
-        answers: dict[int, list[int]] = {}
-        for rows in _by_length(questions):
-            of_rows = cache if cache.batch_size == 1 else cache.select(rows)
-            some = _padded_answers(model, of_rows, [questions[row] for row in rows], max_new_tokens)
-            answers |= dict(zip(rows, some, strict=True))
-        return [answers[row] for row in range(len(questions))]
-    return _padded_answers(model, cache, questions, max_new_tokens)
-
-
-def _by_length(questions: Sequence[Sequence[int]]) -> list[list[int]]:
-    """The indices of questions of equal length."""
-    rows: dict[int, list[int]] = {}
-    for row, question in enumerate(questions):
-        rows.setdefault(len(question), []).append(row)
-    return list(rows.values())
+    limits = max_new_tokens
+    if isinstance(limits, int):
+        limits = [limits] * len(questions)
+    has_states = cache is not None and bool(cache.states)
+    batches: dict[tuple[int, int], list[int]] = {}
+    for row, (question, limit) in enumerate(zip(questions, limits, strict=True)):
+        batches.setdefault((limit, len(question) if has_states else 0), []).append(row)
+    answers: dict[int, list[int]] = {}
+    for (limit, _), rows in batches.items():
+        one_for_all = cache is None or cache.batch_size == 1
+        of_rows = cache if one_for_all else cache.select(rows)
+        some = _padded_answers(model, of_rows, [questions[row] for row in rows], limit)
+        answers |= dict(zip(rows, some, strict=True))
+    return [answers[row] for row in range(len(questions))]
 
 
 def _padded_answers(

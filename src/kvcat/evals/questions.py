@@ -111,13 +111,12 @@ class PreparedQuestions(PreparedContexts):
         if cache is None:  # the question starts the text
             opening = self.task.opening_ids(self.tokenizer)
         questions = [(*opening, *example.question) for example in self.batch]
-        max_new_tokens = max(example.max_new_tokens for example in self.batch)
-        answers = greedy_answers(self.model, cache, questions, max_new_tokens)
+        limits = [example.max_new_tokens for example in self.batch]
+        answers = greedy_answers(self.model, cache, questions, limits)
         right_answers = [example.answer for example in self.batch]
         nll = token_nll(self.model, cache, questions, right_answers)
         values = []
         for example, tokens, answer_nll in zip(self.batch, answers, nll, strict=True):
-            tokens = tokens[: example.max_new_tokens]
             text = str(self.tokenizer.decode(tokens, skip_special_tokens=True))
             judged = self.task.judge(text, example.references)
             values.append({**judged, "nll": float(answer_nll.mean())})

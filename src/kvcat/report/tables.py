@@ -193,7 +193,8 @@ def strata_table(results: Results, method: str) -> Table:
             line: Line = _labels(keep, int(step))
             line[evaluation.stratum_name] = stratum or "all"
             line["n"] = str(stratum_rows["num_examples"].max())
-            line.update(zip(stratum_rows["model"], stratum_rows["figure"], strict=True))
+            for model, figure in zip(stratum_rows["model"], stratum_rows["figure"], strict=True):
+                line[f"model {model}" if model in line else model] = figure
             lines.append(line)
     title = f"{method} by {evaluation.stratum_name}"
     caption = f"{method}: {metric.heading} by {evaluation.stratum_name}."

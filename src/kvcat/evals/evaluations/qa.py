@@ -65,7 +65,7 @@ class QA(Evaluation):
     )
     new_metrics: ClassVar = {
         "acc_per_char": share_of_examples(
-            label="accuracy",
+            label="accuracy per character",
             description="Share of right answers with the highest log-likelihood per character.",
             shows_ability=True,
             chance=1 / 4,
@@ -77,7 +77,8 @@ class QA(Evaluation):
             },
         ),
         "acc": share_of_examples(
-            label="accuracy, raw", description="The same by the total log-likelihood."
+            label="accuracy, raw",
+            description="Share of right answers with the highest total log-likelihood.",
         ),
         "nll_per_char": Metric(
             label="NLL per character",
@@ -369,7 +370,16 @@ class QATask(Task):
                 raise InputError(
                     f"model {label!r}, {example.stratum} {example.name}: a choice has no token"
                 )
-            contexts = tokenizer(list(example.contexts), verbose=False)["input_ids"]
+            before = [context.rstrip() for context in example.contexts]
+            contexts = tokenizer(before, verbose=False)["input_ids"]
+            joined = [f"{a}{b}" for a, b in zip(example.contexts, words, strict=True)]
+            whole = tokenizer(joined, verbose=False)["input_ids"]
+            for choice, context, both in zip(example.texts, contexts, whole, strict=True):
+                if len(both) <= len(context):  # one token, as of SuperBPE, spans the blank
+                    raise InputError(
+                        f"model {label!r}, {example.stratum} {example.name}: the tokens of "
+                        f"{choice!r} merge into those before them"
+                    )
             check_fits(
                 label,
                 model,
