@@ -452,9 +452,7 @@ def _local_files(path: Path, also_text: tuple[str, ...]) -> list[SourceFile]:
         raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
     files = []
     for file in sorted(path.rglob("*")):
-        kind = _kind(file.name) or (
-            "text" if file.name.lower().endswith(also_text) else None
-        )
+        kind = _kind(file.name) or ("text" if file.name.lower().endswith(also_text) else None)
         if kind is not None and file.is_file():
             files.append(SourceFile(file.relative_to(path).as_posix(), str(file), kind))
     if not files:
