@@ -44,8 +44,7 @@ def greedy_answers(
         batches.setdefault((limit, len(question) if has_states else 0), []).append(row)
     answers: dict[int, list[int]] = {}
     for (limit, _), rows in batches.items():
-        one_for_all = cache is None or cache.batch_size == 1
-        of_rows = cache if one_for_all else cache.select(rows)
+        of_rows = cache if cache is None or cache.batch_size == 1 else cache.select(rows)
         some = _padded_answers(model, of_rows, [questions[row] for row in rows], limit)
         answers |= dict(zip(rows, some, strict=True))
     return [answers[row] for row in range(len(questions))]
