@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import pad
 from transformers import DynamicCache
 
+import kvcat
 from kvcat.cache import (
     CacheRecord,
     CompactCache,
@@ -24,6 +25,8 @@ from kvcat.cache import (
     key_groups,
 )
 from kvcat.cache.codes import most_bytes_per_slot, pack, unpack
+from kvcat.compress import make_compressor
+from kvcat.compress.prefix import protecting
 from kvcat.errors import InputError
 from tiny import layer_of, loud_model, refusal
 
@@ -105,6 +108,15 @@ def test_no_number_is_further_than_half_a_step_from_its_code(seed, scale, offset
     error = (grid.numbers(codes, torch.float64) - states.double()).abs()
     assert (error <= 0.5001 * grid.scales.double() + 1e-12).all()
     assert codes.max() <= 2**bits - 1
+
+
+def test_protected_numbers_that_a_type_cannot_hold_are_rejected_quantised_or_not():
+    trace = kvcat.trace(loud_model(), torch.arange(1, 31).unsqueeze(0), prefix_len=20)
+    cache = make_compressor("streaming")(protecting(trace, [(3, 5)]), keep_ratio=0.5)
+    cache.layers[0].values[:, :, 0] *= 1e6  # a protected slot's, exact in float32
+    for each in (cache, cache.quantize(8)):
+        assert "do not fit in torch.float16" in refusal(each.to, dtype=torch.float16)
+        assert each.to(dtype=torch.bfloat16).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("bits", [8, 4])

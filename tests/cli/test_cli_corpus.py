@@ -95,13 +95,15 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     other = tmp_path / "other.json"
     other.touch()
     lines = f"the cat\n\n/nonsense\n/save {saved}\nthe dog\n/save {other}\n/save {saved}\n"
-    lines += f"/reset\nthe cat\n/save {tmp_path / 'again.json'}\n/quit\nnever\n"
+    lines += f"/reset\nthe cat\n/save {saved}\n/save {tmp_path / 'again.json'}\n/quit\nnever\n"
     monkeypatch.setattr("sys.stdin", io.StringIO(lines))
     words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
-    assert kvcat(*words) == 0
+    assert kvcat(*words) == 2  # what comes from a file is no conversation in which one sees errors
     said = capsys.readouterr()
     assert "/nonsense is not a command" in said.err
-    assert "exists: name a new file" in said.err
+    assert f"{other} exists: name a new file" in said.err
+    assert f"{saved} exists: name a new file" in said.err  # the conversation before /reset
+    assert said.err.endswith("kvcat: lines of the input that failed, with the reasons above: 3\n")
     assert other.read_bytes() == b""
     messages = json.loads(saved.read_text())["messages"]
     assert [message["role"] for message in messages] == ["user", "assistant"] * 2
@@ -226,6 +228,27 @@ def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, 
     last = capsys.readouterr().err.splitlines()[-1]
     assert last == f"kvcat: 1 of 1 documents have no cache: `kvcat info {tmp_path / 's'}`"
     assert "tokens, and the model 256 positions" in Store(tmp_path / "s").rows[0].error
+
+
+def test_each_of_many_failed_documents_is_shown_and_how_many_others_there_are(
+    tiny_folder, tmp_path, capsys
+):
+    ids = [f"archive/2024/quarterly-reports/department-{number}" for number in range(7)]
+    rows = [json.dumps({"id": id, "text": ""}) for id in ids]
+    rows.append('{"id": "fine", "text": "the cat"}')
+    (tmp_path / "c.jsonl").write_text("\n".join(rows))
+    assert kvcat("corpus", tiny_folder, tmp_path / "c.jsonl", "-o", tmp_path / "s") == 2
+    capsys.readouterr()
+    assert kvcat("info", tmp_path / "s", "--json") == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert [id for id in ids if any(repr(id) in str(fact) for fact in shown.values())] == ids[:5]
+    assert shown["without"] == "2 others: see the manifest"
+
+
+def test_a_cache_of_another_number_type_says_so(tiny_folder, store, mistake):
+    words = [tiny_folder, "--store", store, "--id", "a/0", "--prompt", "x"]
+    shown = mistake("generate", *words, "--dtype", "bfloat16")
+    assert shown.strip().endswith("the cache is in float32, and this model in bfloat16")
 
 
 def test_a_cache_of_a_chat_is_not_that_of_another_model(store, mistake):

@@ -349,7 +349,12 @@ def test_a_cache_is_packed_plain_without_its_log_bias_only_on_demand_or_for_a_wi
             f"{name}: heads of 12 channels, 8 of them the model's\n"
         )
     assert load(tmp_path / "wide")[0].config.head_dim == 12
-    assert (tmp_path / "wide.gguf").read_bytes()[:4] == b"GGUF"
+    for dtype in ("float32", "bfloat16"):  # caches know the model by its weights in their type
+        words = ["widen", tiny_folder, "--head-dim", 12, "--dtype", dtype, "--overwrite"]
+        assert kvcat(*words, "-o", tmp_path / "wide.gguf") == 0
+        written = (tmp_path / "wide.gguf").read_bytes()
+        assert written[:4] == b"GGUF"
+        assert fingerprint(load(tiny_folder, dtype=dtype)[0]).encode() in written
 
 
 def test_info_compares_with_a_dense_cache_that_has_values_of_other_width_and_whole_states(

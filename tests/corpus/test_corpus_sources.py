@@ -94,10 +94,13 @@ def test_json_lines_that_are_not_unicode_are_no_documents(tmp_path):
 
 
 def test_files_of_other_kinds_are_named(tmp_path):
-    for name in ["a.txt", "b.pdf", "C.TXT", ".hidden"]:
+    (tmp_path / ".git").mkdir()
+    for name in ["a.txt", "b.pdf", "C.TXT", ".hidden", ".hidden.txt", ".git/a.txt"]:
         (tmp_path / name).touch()
+    (tmp_path / "gone.txt").symlink_to(tmp_path / "nowhere")
     files = corpus_files(str(tmp_path))
-    assert [path.name for path in left_out(str(tmp_path), files)] == ["b.pdf"]
+    assert [file.name for file in files] == ["C.TXT", "a.txt"]
+    assert [path.name for path in left_out(str(tmp_path), files)] == ["b.pdf", "gone.txt"]
 
 
 def test_a_file_whose_name_is_not_utf_8_is_a_document(tmp_path):

@@ -23,6 +23,7 @@ from kvcat.compress import AttentionMatching, split_supervision, supervised_kl
 from kvcat.compress.calibration import calibrate_on, load_budgets
 from kvcat.corpus import CorpusSettings, Store, compress_corpus
 from kvcat.corpus import compressor as compressor_module
+from kvcat.corpus import store as store_module
 from kvcat.corpus.manifest import Row, cache_file, manifest_rows, write_manifest
 from kvcat.corpus.storage import LocalStorage, open_storage
 from kvcat.corpus.store import StoreWriter, check_store, open_writer
@@ -619,6 +620,71 @@ def test_a_remote_store_has_the_caches_of_a_local_one(corpus, compress, tmp_path
         expected = Path(tmp_path / "local" / cache_file(id)).read_bytes()
         assert open_storage(address).read(cache_file(id)) == expected
     assert compress(corpus, address).num_made == 0
+
+
+def rows_of(**texts):
+    return [{"id": id, "text": text} for id, text in texts.items()]
+
+
+def test_writers_of_one_remote_store_remove_nothing_of_each_other(compress, tmp_path, monkeypatch):
+    """Another run on other documents ends after a cache was replaced, before its row is written."""
+    address = f"memory://{tmp_path.name}/store"
+    file = write_rows(tmp_path / "c.jsonl", rows_of(a="the cat sees a dog", b="a small red tree"))
+    other = write_rows(tmp_path / "d.jsonl", rows_of(x="old stones", y=""))
+    compress(file, address)
+    add = StoreWriter.add
+
+    def added(self, rows):
+        add(self, rows)
+        if any(row.id == "a" and row.error is None for row in rows):
+            monkeypatch.setattr(StoreWriter, "add", add)
+            assert len(compress(other, address).failures) == 1
+
+    monkeypatch.setattr(StoreWriter, "add", added)
+    write_rows(file, rows_of(a="by the river", b="a small red tree"))
+    assert compress(file, address).num_made == 1
+    assert StoreWriter.add is add
+    store = Store(address)
+    assert store.ids == ("a", "b", "x")
+    assert [store[id].record.text_checksum for id in store.ids]
+
+
+@pytest.mark.parametrize("second", [{}, {"e": "a red house"}])
+def test_a_remote_manifest_that_replaces_a_newer_one_loses_no_document(
+    compress, tmp_path, monkeypatch, second
+):
+    address = f"memory://{tmp_path.name}/store"
+    first = rows_of(a="the cat sees a dog")
+    compress(write_rows(tmp_path / "c.jsonl", first), address)
+    others = write_rows(tmp_path / "d.jsonl", rows_of(c="old stones", d="by the river"))
+    read = store_module.read_rows
+
+    def read_before_another_run(storage):
+        rows = read(storage)
+        monkeypatch.setattr(store_module, "read_rows", read)
+        compress(others, address)
+        return rows
+
+    finish = store_module._finish
+
+    def finish_slowly(writer):
+        monkeypatch.setattr(store_module, "_finish", finish)
+        monkeypatch.setattr(store_module, "read_rows", read_before_another_run)
+        finish(writer)
+        if store_module.read_rows is not read:  # nothing was read, and nothing written
+            monkeypatch.setattr(store_module, "read_rows", read)
+            compress(others, address)
+
+    monkeypatch.setattr(store_module, "_finish", finish_slowly)
+    compress(write_rows(tmp_path / "c.jsonl", first + rows_of(**second)), address)
+    assert Store(address).ids == tuple(sorted(["a", "c", "d", *second]))
+
+
+def test_a_document_of_an_open_store_that_lost_its_text_says_so(compress, tmp_path):
+    compress(write_rows(tmp_path / "c.jsonl", rows_of(a="the cat", b="a tree")), tmp_path / "store")
+    store = Store(tmp_path / "store")
+    compress(write_rows(tmp_path / "c.jsonl", rows_of(a="", b="a tree")), tmp_path / "store")
+    assert "document 'a' has no cache: " in refusal(store.__getitem__, "a")
 
 
 def write_store(address, settings):

@@ -45,7 +45,7 @@ def send(port, path="/v1/chat/completions", key=KEY, body=None, **fields):
     }
     request.update(fields)
     content = json.dumps(request) if body is None else body
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {} if key is None else {"Authorization": f"Bearer {key}".encode()}
     connection.request("POST", path, content, headers)
     response = connection.getresponse()
     result = response.status, dict(response.getheaders()), response.read()
@@ -56,7 +56,7 @@ def send(port, path="/v1/chat/completions", key=KEY, body=None, **fields):
 def get(port, path, key=KEY):
     """Status and text of a page."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    connection.request("GET", path, headers={"Authorization": f"Bearer {key}"})
+    connection.request("GET", path, headers={"Authorization": f"Bearer {key}".encode()})
     response = connection.getresponse()
     result = response.status, response.read().decode()
     connection.close()

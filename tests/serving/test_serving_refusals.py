@@ -144,6 +144,15 @@ def test_every_page_but_health_needs_the_key(served, path):
     assert get(port, "/health", key="other") == (200, '{"status":"ok"}')
 
 
+def test_a_key_of_any_characters_is_that_which_a_client_sends(served, loaded):
+    _, _, store = served
+    engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=MOST_WAITING)
+    app = make_app(engine, NAME, limits=LIMITS, api_key="cl\u00e9 \u4e2d")
+    with listening(app) as port:
+        assert get(port, "/v1/models", key="cl\u00e9 \u4e2d")[0] == 200
+        assert get(port, "/v1/models", key="cle \u4e2d")[0] == 401
+
+
 def exchange(port, *pieces):
     """The status of the response to bytes, whether it closed the connection, and its seconds."""
     begun = time.monotonic()

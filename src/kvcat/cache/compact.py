@@ -284,9 +284,14 @@ class CompactCache:
             made_with = self.record.model or "unknown"
             config: Any = getattr(model, "config", None)
             used = getattr(config, "name_or_path", "") or type(model).__name__
+            model_dtype = next(model.parameters()).dtype
+            types = [str(each).removeprefix("torch.") for each in (self.dtype, model_dtype)]
+            remedy = ""
+            if types[0] != types[1]:
+                remedy = f"; the cache is in {types[0]}, and this model in {types[1]}"
             raise InputError(
                 f"{name} belongs to another model: it was made with {made_with} (fingerprint "
-                f"{self.fingerprint[:12]}), and this is {used} ({model_fingerprint[:12]})"
+                f"{self.fingerprint[:12]}), and this is {used} ({model_fingerprint[:12]}){remedy}"
             )
 
     def check_document(self, tokens: Int[Tensor, "batch prefix"], name: str) -> None:

@@ -22,7 +22,7 @@ from kvcat.cache.codes import (
     value_group,
 )
 from kvcat.cache.heads import HeadGrid, HeadSlots
-from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, spans
+from kvcat.cache.slots import CompactLayer, Layer, RaggedLayer, Rows, Slots, in_dtype, spans
 from kvcat.types import Float, Int, Tensor, UInt8
 
 _ROWS = ("key_codes", "value_codes", "value_scales", "value_offsets")  # one row for a packed slot
@@ -152,7 +152,13 @@ class QuantizedLayer(Slots):
     def to(
         self, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> "QuantizedLayer":
-        """On another device, unpacked in another dtype; the codes do not change."""
+        """On another device, unpacked in another dtype; the codes do not change.
+
+        Raises:
+            InputError: a number of the first slots that this dtype cannot hold.
+        """
+        for name in _FIRST:
+            in_dtype(name.replace("_", " "), getattr(self, name), dtype)
         moved: dict[str, Any] = {}
         for name, tensor in self.tensors().items():
             moved[name] = tensor if name == "counts" else tensor.to(device=device)

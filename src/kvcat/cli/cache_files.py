@@ -154,17 +154,19 @@ def widen(
 
     Args:
         output: NAME.gguf, for llama.cpp; or a Hugging Face folder, for transformers without kvcat.
+            An existing folder is not replaced.
         head_dim: Head dimension to write; by default the next multiple of 16.
         gguf_type: Data type of the matrices in a .gguf file; by default float16.
-        dtype: Data type of the weights in a folder; by default float32.
+        dtype: Data type of the weights in a folder; for a .gguf file, the --dtype with which its
+            caches are compressed. By default float32.
     """
-    is_gguf = output.suffix == ".gguf"
+    is_gguf = output.suffix.lower() == ".gguf"
     if gguf_type is not None and not is_gguf:
         raise InputError(f"--gguf-type is for a .gguf file, and {output} is a folder: give --dtype")
-    if dtype is not None and is_gguf:
-        raise InputError(f"--dtype is for a folder, and {output} is a .gguf file: give --gguf-type")
     if is_gguf:
         check_output(output, overwrite=overwrite, sources=[model])
+    elif overwrite:
+        raise InputError(f"--overwrite is for a .gguf file, and {output} is a folder")
     else:
         check_new_folder(output)
     early.check_model(model)

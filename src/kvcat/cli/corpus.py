@@ -176,6 +176,8 @@ def store_facts(store: "Store") -> dict[str, str]:
         facts["too long"] = f"{num_long} for a copy of the document, so made with supervision self"
     if kls:
         facts["kl"] = f"{sum(kls) / len(kls):z.5f} nats per token on average, held out"
-    for row in failed[:_SHOWN_FAILURES]:
-        facts[f"no {row.id[:40]!r}"] = str(row.error)
+    for number, row in enumerate(failed[:_SHOWN_FAILURES], 1):
+        facts[f"without {number}"] = f"{row.id[:80]!r}: {row.error}"
+    if len(failed) > _SHOWN_FAILURES:
+        facts["without"] = f"{len(failed) - _SHOWN_FAILURES} others: see the manifest"
     return facts

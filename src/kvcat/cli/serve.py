@@ -91,7 +91,7 @@ def serve(
         cache_bytes=int(cache_mb * 1e6),
         most_waiting=max_requests,
     )
-    model_name = name or Path(model).name
+    model_name = name or Path(model).name or Path(model).resolve().name
     app = make_app(engine, model_name, limits=ServerLimits(max_bytes, max_tokens), api_key=key)
     print(
         f"serving {len(documents)} documents as model {model_name!r} on http://{host}:{port}/v1",
@@ -161,10 +161,11 @@ def chat(
         )
     conversation = _Conversation(Session(loaded, tokenizer, document=compact, tail=_TAIL), settings)
     print(f"{compact.num_tokens} tokens of document: {_HELP}", file=sys.stderr)
+    num_failed = 0
     while True:
         line = _read_line()
         if line is None or line.strip() == "/quit":
-            return
+            break
         try:
             if line.startswith("/"):
                 conversation.run(line)
@@ -172,6 +173,9 @@ def chat(
                 conversation.answer(line)
         except InputError as error:  # the conversation continues
             print(f"kvcat: {error}", file=sys.stderr)
+            num_failed += 1
+    if num_failed and not sys.stdin.isatty():
+        raise InputError(f"lines of the input that failed, with the reasons above: {num_failed}")
 
 
 def _read_line() -> str | None:
@@ -199,7 +203,7 @@ class _Conversation:
         empty: the session without turns.
         settings: of every answer.
         messages: turns so far.
-        saved: files that it was saved to, which may be replaced.
+        saved: files that it was saved to since the last /reset, which may be replaced.
     """
 
     empty: "Session"
@@ -232,6 +236,7 @@ class _Conversation:
         command, _, argument = line.strip().partition(" ")
         if command == "/reset" and not argument:
             self.messages.clear()
+            self.saved.clear()
             self.session = copy.copy(self.empty)
         elif command == "/save" and argument:
             self._save(Path(argument.strip()).expanduser())

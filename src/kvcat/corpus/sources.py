@@ -12,6 +12,7 @@ import fsspec
 from kvcat.data import (
     SUFFIXES,
     SourceFile,
+    is_hidden,
     open_rows,
     open_source,
     row_columns,
@@ -159,8 +160,9 @@ def left_out(source: str, files: Sequence[SourceFile]) -> list[Path]:
     if source.startswith(HUB_PREFIX) or not folder.is_dir():
         return []
     known = {Path(file.url) for file in files}
-    others = sorted(path for path in folder.rglob("*") if path.is_file() and path not in known)
-    return [path for path in others if not path.name.startswith(".")]
+    # a link that leads nowhere is named as well
+    others = sorted(path for path in folder.rglob("*") if not path.is_dir() and path not in known)
+    return [path for path in others if not is_hidden(path, folder)]
 
 
 def read_corpus(files: Iterable[SourceFile]) -> Iterator[CorpusDocument]:

@@ -128,6 +128,10 @@ class Store:
         try:
             cache = self._storage.load_cache(cache_file(id))
         except InputError as error:
+            self.refresh()  # its text may have changed to one that can have none
+            row = self.row(id)
+            if row.error is not None:
+                raise InputError(f"document {_shown(id)} has no cache: {row.error}") from None
             raise InputError(
                 f"{error}; without this file, the run that made the store makes it again"
             ) from None
@@ -169,6 +173,9 @@ class StoreWriter:
         """The newest row of every document, by id."""
         self.journal = journal
         self._fingerprint = fingerprint
+        self.failed: set[str] = set()
+        """Ids of the documents of which this process found that they cannot have a cache."""
+        self.has_added = False
         self._files = frozenset(storage.names(CACHES))
         self._waiting: list[Row] = []
         self._start = time.monotonic()
@@ -206,6 +213,11 @@ class StoreWriter:
             revision = 0 if earlier is None else earlier.revision + 1
             self.rows[row.id] = replace(row, revision=revision)
             self._waiting.append(self.rows[row.id])
+            if row.error in (None, _NOT_FINISHED):
+                self.failed.discard(row.id)
+            else:
+                self.failed.add(row.id)
+        self.has_added = self.has_added or bool(rows)
         now = time.monotonic()
         if now - self._last_append >= self.storage.seconds_between_appends(now - self._start):
             self.flush()
@@ -328,39 +340,41 @@ def _settings_of_store_or_empty(storage: Storage) -> dict[str, Any] | None:
 def _finish(writer: StoreWriter) -> None:
     """Write the manifest, then remove the logs that it replaces and caches of failed documents.
 
-    A remote store may have other writers now: their logs remain, and so does the log of this
-    process, because their manifest may replace this one.
+    A remote store may have other writers now. What they have done may be in no log yet, and their
+    manifest may replace this one. So there the log of this process remains, for a later one; only
+    caches are removed whose documents failed in this process; and a process that has recorded
+    nothing leaves the manifest as it is.
     """
     storage = writer.storage
+    is_local = isinstance(storage, LocalStorage)
+    if writer.listed and not (is_local or writer.has_added):
+        return
     logs = {name: journal_rows(storage, name) for name in storage.names(JOURNAL)}
     rows = merged([*read_rows(storage).values(), *writer.rows.values()])
     write_manifest(storage, rows.values())
-    is_local = isinstance(storage, LocalStorage)
     for name in list(logs) if is_local else _finished_logs(logs, writer):
         storage.remove(name)
-    for row in rows.values():
-        if row.error is not None:
-            storage.remove(cache_file(row.id))
+    failed = [id for id, row in rows.items() if row.error is not None]
+    for id in failed if is_local else writer.failed:
+        storage.remove(cache_file(id))
 
 
 def _finished_logs(logs: Mapping[str, Sequence[Row]], writer: StoreWriter) -> list[str]:
-    """The names of the logs to which no process adds any more.
+    """The names of the logs to which no process adds any more, without that of this process.
 
     A remote log is several files, none of which changes. What the manifest held when this process
     began is in every manifest that is written since then.
-
-    Args:
-        writer: of this process, whose log counts if there is no other.
     """
 
     def is_listed(row: Row) -> bool:
         listed = writer.listed.get(row.id)
         return listed is not None and listed.age >= row.age
 
-    mine = [name for name in logs if name.startswith(writer.journal)]
-    old = [name for name, rows in logs.items() if name not in mine and all(map(is_listed, rows))]
-    has_others = len(mine) + len(old) < len(logs)
-    return old if has_others else [*old, *mine]
+    return [
+        name
+        for name, rows in logs.items()
+        if not name.startswith(writer.journal) and all(map(is_listed, rows))
+    ]
 
 
 def _shown(id: str) -> str:

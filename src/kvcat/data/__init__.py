@@ -3,7 +3,7 @@
 
 # fmt: off
 from kvcat.data.documents import (
-    SUFFIXES as SUFFIXES, Document as Document, SourceFile as SourceFile,
+    SUFFIXES as SUFFIXES, Document as Document, SourceFile as SourceFile, is_hidden as is_hidden,
     open_documents as open_documents, open_rows as open_rows, open_source as open_source,
     row_columns as row_columns, text_or_bytes as text_or_bytes,
 )

@@ -142,9 +142,9 @@ def open_documents(source: str, *, text_field: str = "text") -> Iterator[Documen
     emoji, become U+FFFD, and a warning names the file's first such row. A plain text longer than
     16,384 characters becomes consecutive pieces of at most that size, cut at line ends. If the
     source has other files as well, they record that they are pieces of one text (``text_id``); if
-    it is the only file, they are documents. In a folder, files with other suffixes are left out; if
-    the source is such a file itself, it is read as plain text, or as JSON lines if its name ends in
-    ``.json``.
+    it is the only file, they are documents. In a folder, hidden files and files with other suffixes
+    are left out; if the source is such a file itself, it is read as plain text, or as JSON lines if
+    its name ends in ``.json``.
 
     Raises:
         InputError: no source of that name, a source without a readable file, or no connection to
@@ -452,12 +452,21 @@ def _local_files(path: Path, also_text: tuple[str, ...]) -> list[SourceFile]:
         raise InputError(f"{path} holds prepared tokens, not text: name the text itself")
     files = []
     for file in sorted(path.rglob("*")):
+        if is_hidden(file, path):
+            continue
         kind = _kind(file.name) or ("text" if file.name.lower().endswith(also_text) else None)
         if kind is not None and file.is_file():
             files.append(SourceFile(file.relative_to(path).as_posix(), str(file), kind))
     if not files:
         raise InputError(f"no text, .jsonl or .parquet file in folder {path}")
     return _whole_texts(files)
+
+
+def is_hidden(file: Path, folder: Path) -> bool:
+    """Whether a file, or a folder on the way to it from a folder, has a name that begins with a
+    dot.
+    """
+    return any(name.startswith(".") for name in file.relative_to(folder).parts)
 
 
 def _whole_texts(files: list[SourceFile]) -> list[SourceFile]:

@@ -118,8 +118,8 @@ class _Routes:
         """Reject a request without the key."""
         if self._api_key is None:
             return
-        sent = request.headers.get("authorization", "")
-        if not secrets.compare_digest(sent.encode(), f"Bearer {self._api_key}".encode()):
+        sent = request.headers.get("authorization", "").encode("latin-1")  # the client's bytes
+        if not secrets.compare_digest(sent, f"Bearer {self._api_key}".encode()):
             raise RequestError(401, "the API key is missing or wrong")
 
     async def _complete(self, request: Request, *, is_chat: bool) -> Response:
