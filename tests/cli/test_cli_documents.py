@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvcat as kvcat_library
-from kvcat.cache import CacheRecord, CompactCache, CompactLayer, LayerState
+from kvcat.cache import CacheRecord, CompactCache, CompactLayer, LayerState, fingerprint
 from kvcat.cli.app import run
 from kvcat.corpus import Store
 from kvcat.data import prepare
