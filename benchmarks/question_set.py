@@ -427,10 +427,12 @@ def put_away(options: argparse.Namespace) -> None:
     for model, of_model in asked.groupby("model", sort=False):
         lengths = " ".join(map(str, sorted(of_model["length"].unique())))
         conditions = " ".join(of_model["condition"].unique())
+        # a document's name: half, length, seed, number, version
+        seeds = " and ".join(sorted(of_model["document"].str.split("-").str[-3].unique()))
         commands.append(
-            f"python benchmarks/question_set.py --model {model} --lengths {lengths} --seed "
-            f"{options.seed} --half held-out --conditions {conditions} --data prose=... "
-            "technical=... textbook=... --out OUT.jsonl"
+            f"python benchmarks/question_set.py --model {model} --lengths {lengths} --seed {seeds} "
+            f"--half held-out --conditions {conditions} --data prose=... technical=... "
+            "textbook=... --out OUT.jsonl"
         )
     facts = {"command": "` and `".join(commands), "date": options.date}
     file = RECORDS / "kinds.json"

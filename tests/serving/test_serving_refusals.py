@@ -144,6 +144,23 @@ def test_every_page_but_health_needs_the_key(served, path):
     assert get(port, "/health", key="other") == (200, '{"status":"ok"}')
 
 
+def test_a_document_that_loses_its_text_and_has_one_again_is_found_as_it_is(
+    loaded, tmp_path, monkeypatch
+):
+    settings = CorpusSettings(keep_ratio=1.0)
+    store = make_store(loaded, tmp_path, DOCUMENTS, settings)
+    id = next(iter(DOCUMENTS))
+    documents = RecentDocuments(store, 0, loaded[0])
+    make_store(loaded, tmp_path, {**DOCUMENTS, id: ""}, settings)
+    for _ in range(2):
+        with pytest.raises(RequestError, match="has no cache: the document is empty") as caught:
+            documents.find([id])
+        assert caught.value.status == 404
+    monkeypatch.setattr("kvcat.corpus.store._SECONDS_BETWEEN_READS", 0.0)
+    make_store(loaded, tmp_path, {**DOCUMENTS, id: "the river"}, settings)
+    assert documents.find([id]).num_tokens
+
+
 def test_a_key_of_any_characters_is_that_which_a_client_sends(served, loaded):
     _, _, store = served
     engine = Engine(*loaded, store, cache_bytes=10**6, most_waiting=MOST_WAITING)

@@ -91,7 +91,7 @@ def serve(
         cache_bytes=int(cache_mb * 1e6),
         most_waiting=max_requests,
     )
-    model_name = name or Path(model).name or Path(model).resolve().name
+    model_name = name or Path(os.path.abspath(model)).name  # also of "."
     app = make_app(engine, model_name, limits=ServerLimits(max_bytes, max_tokens), api_key=key)
     print(
         f"serving {len(documents)} documents as model {model_name!r} on http://{host}:{port}/v1",

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 SETTINGS = "store.json"
 _FORMAT = "kvcat-store-1"
 _NOT_FINISHED = "its text has changed, and the run that makes the new cache has not finished"
-_SECONDS_BETWEEN_READS = 5.0  # of the manifest, when unknown ids are asked for
+_SECONDS_BETWEEN_READS = 5.0  # of the manifest, for ids that are unknown or had no cache
 # the entries of store.json besides its format
 _SETTINGS = {
     **get_type_hints(CorpusSettings), "dtype": str, "model": str, "fingerprint": str,
@@ -89,7 +89,8 @@ class Store:
         Raises:
             InputError: the store has no document of that id.
         """
-        if id not in self._rows:
+        known = self._rows.get(id)
+        if known is None or known.error is not None:  # it may have a cache by now
             self.refresh(older_than=_SECONDS_BETWEEN_READS)
         if id not in self._rows:
             raise InputError(f"store {self.address} has no document {_shown(id)}")

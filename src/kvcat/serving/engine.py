@@ -151,7 +151,9 @@ class RecentDocuments:
         """The cache of a document from the store."""
         try:
             cache = self.store[id].to(self._model.device)
-        except InputError as error:  # a client need not know where the store is
+        except InputError as error:
+            self._checksum(id)  # the store has read its manifest again: there may be none any more
+            # a client need not know where the store is
             reason = str(error).replace(self.store.address, "the store")
             raise RequestError(500, f"document {id[:80]!r}: {reason}") from None
         if cache.record.text_checksum != checksum:  # the store has read its manifest again
