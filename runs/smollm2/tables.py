@@ -4,11 +4,12 @@
     python runs/smollm2/tables.py --write        # renews those of docs/results.md
     python runs/smollm2/tables.py --check        # exit code 1 if they are different
 
-A table's name is ``scale``, ``summary``, ``controls``, ``price-shares``, ``exact``, ``exact-tech``,
-``exact-code``, ``peers``, ``price``, ``price-router`` or [DATE/]TEXT/MODEL[@SEED][:CONTROL], with
-TEXT and MODEL as in ``records.py``, and DATE that of the code that evaluated (2026-11-25). Without
-a seed it is the mean of all runs that the model and its control both have; runs of several dates
-are joined by a plus sign (2026-11-26+2026-11-27). The page marks the place of a table by its name.
+A table's name is ``scale``, ``recall``, ``summary``, ``controls``, ``price-shares``, ``exact``,
+``exact-tech``, ``exact-code``, ``peers``, ``price``, ``price-router`` or
+[DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT and MODEL as in ``records.py``, and DATE that of the
+code that evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its
+control both have; runs of several dates are joined by a plus sign (2026-11-26+2026-11-27). The page
+marks the place of a table by its name.
 """
 
 import argparse
@@ -18,6 +19,7 @@ import textwrap
 from functools import lru_cache, partial
 from pathlib import Path
 
+import answers
 import pandas as pd
 from records import (
     DEFAULT,
@@ -135,6 +137,7 @@ def table(name: str) -> str:
     """A table as Markdown, with the command that prints it."""
     special = {
         "scale": lambda: curve.table(curve.read()),
+        "recall": answers.table,
         "summary": summary,
         "controls": controls,
         "price-shares": price_shares,
