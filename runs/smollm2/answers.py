@@ -1,6 +1,6 @@
 """Right answers on compact caches of models that were trained to recall, and of the base.
 
-    PYTHONPATH=benchmarks python runs/smollm2/answers.py OUT.jsonl --model control=control-64 \\
+    PYTHONPATH=benchmarks python runs/smollm2/answers.py OUT.jsonl --model control=control-64
         attn-prefix=attn-prefix-64
 
 adds the answers of ``benchmarks/question_set.py`` to recall.csv.gz, with those that the base gave
@@ -62,9 +62,10 @@ def table() -> str:
             ours, theirs = (marks[m, "0"][CELLS[size]].to_numpy(float) for m in (model, other))
             difference = share_difference(ours, theirs, documents)
             p_value = sign_flip_p_value(ours, theirs, documents)
+            p_text = f"p {p_value:.3f}" if p_value >= 0.0005 else "p < .001"
             differences.append(
                 f"{100 * difference.value:+.1f} points [{100 * difference.low:+.1f}, "
-                f"{100 * difference.high:+.1f}], p {p_value:.3f}, at {size}"
+                f"{100 * difference.high:+.1f}], {p_text}, at {size}"
             )
         over = MODELS[other].partition(":")[0]
         sentences.append(f"{label} over the {over}: {'; '.join(differences)}.")

@@ -16,6 +16,7 @@ import argparse
 import re
 import sys
 import textwrap
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from pathlib import Path
 
@@ -137,7 +138,7 @@ def table(name: str) -> str:
     """A table as Markdown, with the command that prints it."""
     special = {
         "scale": lambda: curve.table(curve.read()),
-        "recall": answers.table,
+        "recall": recall,
         "summary": summary,
         "controls": controls,
         "price-shares": price_shares,
@@ -289,6 +290,17 @@ def exact_elsewhere(text: str) -> str:
     return values_of(models, text, ELSEWHERE_DATE, "1", (0.05, 0.1, 0.2, 0.4), "model")
 
 
+def recall() -> str:
+    """Right answers of the models that were trained to recall, and values on plain books."""
+    models = {
+        model if model in UNTRAINED else f"recall-{model}": title
+        for model, title in answers.MODELS.items()
+    }
+    methods = (PAPER, DEFAULT)
+    values = values_of(models, "books", "2026-11-30", "0", (0.05, 0.1), "on books", methods)
+    return f"{answers.table()}\n\n{values}"
+
+
 def values_of(
     models: dict[str, str],
     text: str,
@@ -296,6 +308,7 @@ def values_of(
     seed: str,
     keeps: tuple[float, ...],
     title: str,
+    methods: Sequence[str] = tuple(METHODS),
 ) -> str:
     """Means of some models over the windows of a text.
 
@@ -306,19 +319,20 @@ def values_of(
         seed: of the runs.
         keeps: shares of the slots.
         title: of the first column.
+        methods: that compressed.
     """
     rows = all_rows()
     rows = rows[(rows["text"] == text) & (rows["evaluated"] == evaluated)]
     rows = rows[(rows["seed"] == seed) | rows["model"].isin(UNTRAINED)]
     sizes = " / ".join(f"{100 * keep:.0f}" for keep in keeps)
-    labels = [method_label(method, evaluated) for method in METHODS]
+    labels = [method_label(method, evaluated) for method in methods]
     lines = header([title, "dense NLL", "context gain", *(f"KL, {x}, {sizes} %" for x in labels)])
     for model, label in models.items():
         run = rows[rows["model"] == model]
         dense = run.drop_duplicates(["document", "window"])
         means = [mean(dense, name, 3) for name in ("nll_dense", "context_gain")]
         cells = []
-        for method in METHODS:
+        for method in methods:
             at = [run[(run["method"] == method) & (run["keep_ratio"] == keep)] for keep in keeps]
             cells.append(" ".join(short(f"{cell_rows['kl'].mean():.4f}") for cell_rows in at))
         lines.append(line([label, *means, *cells]))
