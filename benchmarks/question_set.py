@@ -424,15 +424,16 @@ def put_away(options: argparse.Namespace) -> None:
     rows = add_to_table("kinds", new.drop(columns="right"), KEY)
     asked = rows[~rows["condition"].isin([name for name, _ in BASELINES])]
     commands = []
-    for model, of_model in asked.groupby("model", sort=False):
-        lengths = " ".join(map(str, sorted(of_model["length"].unique())))
-        conditions = " ".join(of_model["condition"].unique())
-        # a document's name: half, length, seed, number, version
-        seeds = " and ".join(sorted(of_model["document"].str.split("-").str[-3].unique()))
+    # a document's name: half, length, seed, number, version
+    seeds = asked["document"].str.split("-").str[-3].rename("seed")
+    for (model, seed), of_seed in asked.groupby(["model", seeds], sort=False):
+        lengths = " ".join(map(str, sorted(of_seed["length"].unique())))
+        keeps = " ".join(f"{keep:g}" for keep in sorted(of_seed["keep"].unique()))
+        conditions = " ".join(of_seed["condition"].unique())
         commands.append(
-            f"python benchmarks/question_set.py --model {model} --lengths {lengths} --seed {seeds} "
-            f"--half held-out --conditions {conditions} --data prose=... technical=... "
-            "textbook=... --out OUT.jsonl"
+            f"python benchmarks/question_set.py --model {model} --lengths {lengths} --seed {seed} "
+            f"--half held-out --documents ... --keep {keeps} --conditions {conditions} --data "
+            "prose=... technical=... textbook=... --out OUT.jsonl"
         )
     facts = {"command": "` and `".join(commands), "date": options.date}
     file = RECORDS / "kinds.json"
