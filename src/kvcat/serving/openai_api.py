@@ -110,8 +110,8 @@ def _sampling(fields: Mapping[str, Any], most_tokens: int) -> Sampling:
     """How to decode, with OpenAI's defaults; an answer has at most ``most_tokens`` tokens."""
     wanted = _typed(fields, "max_tokens", int, None)
     wanted = _typed(fields, "max_completion_tokens", int, wanted)
-    if wanted is not None and wanted > most_tokens:
-        raise RequestError(400, f"max_tokens is {wanted}; this server allows {most_tokens}")
+    if wanted is not None and not 1 <= wanted <= most_tokens:
+        raise RequestError(400, f"max_tokens is {wanted}; this server allows 1 to {most_tokens}")
     stop = fields.get("stop", [])
     stops = [stop] if isinstance(stop, str) else stop
     if not isinstance(stops, list) or not all(isinstance(text, str) for text in stops):
