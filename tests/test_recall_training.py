@@ -1,5 +1,6 @@
-"""Text that must be recalled, and training of some weights alone (runs/smollm2)."""
+"""Text that must be recalled, and forms of training (runs/smollm2)."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.data import Encoder, prepare
 from kvcat.data.token_files import open_token_folder
+from kvcat.files import read_jsonl
 from kvcat.models import load_tokenizer
 from kvcat.text.encoder import TextEncoder
 
@@ -64,6 +66,38 @@ def test_only_the_weights_with_the_words_in_their_names_are_trained(
     before, after = (dict(kvcat.load(name)[0].named_parameters()) for name in (tiny_folder, export))
     changed = {name for name, weight in after.items() if not torch.equal(weight, before[name])}
     assert changed == {name for name in before if "k_proj" in name or "v_proj" in name}
-    assert "holds another run, which trains" in script("train_only.py", "k_proj", *run)
+    assert "holds another run, of the form only k_proj,v_proj" in script(
+        "train_only.py", "k_proj", *run
+    )
     run[-1] = tmp_path / "none"
     assert "no weight of the model has magic in its name" in script("train_only.py", "magic", *run)
+
+
+@pytest.mark.slow
+def test_layers_differ_by_what_is_hidden_alone(recalled, tiny_folder, tmp_path):
+    options = ["--model", tiny_folder, "--data", recalled, "--seq-len", 32, "--batch-size", 2]
+    options += ["--max-steps", 2, "--warmup-steps", 1, "--num-groups", 1, "--policy", "attention"]
+    options += ["--prefix-range", 0.5, 0.5, "--mask-weight", 0, "--target-keep"]
+
+    def losses(name, keep, weight):
+        run = ["small", *options, keep, "--output", tmp_path / name]
+        script("align.py", weight, *run)
+        records = read_jsonl(tmp_path / name / "metrics.jsonl")
+        return [record["align"] for record in records if record["kind"] == "train"], run
+
+    seen, run = losses("seen", 0.999, 1)  # of 16 slots all
+    assert seen == pytest.approx([0.0, 0.0], abs=1e-9)
+    assert min(losses("hidden", 0.1, 1)[0]) > 1e-6
+    assert "holds another run, of the form align 1" in script("align.py", 2, *run)
+
+
+def test_the_loss_of_a_layer_is_the_relative_square_of_what_hidden_slots_change(monkeypatch):
+    monkeypatch.syspath_prepend(str(FOLDER))
+    loss = importlib.import_module("align").layer_loss
+    text = torch.tensor([[[9.0, 9.0], [3.0, 4.0], [0.0, 5.0]]], requires_grad=True)
+    again = torch.tensor([[[3.0, 2.0], [1.0, 5.0]]], requires_grad=True)  # the last two, changed
+    result = loss(torch.cat([text, again], dim=1), prefix_len=1)
+    assert result.item() == pytest.approx((4 + 1) / (25 + 25))
+    result.backward()
+    assert not text.grad.any()
+    assert torch.allclose(again.grad, 2 * torch.tensor([[[0.0, -2.0], [1.0, 0.0]]]) / 50)

@@ -23,13 +23,15 @@ tokens() {
 }
 
 # continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common; an option that is
-# given twice has the later value. FORM, in place of kvcat train: only-WORDS (train_only.py), or one of runs/price/train.py
+# given twice has the later value. FORM, in place of kvcat train: only-WORDS (train_only.py), align-WEIGHT (align.py), or one
+# of runs/price/train.py
 continue_pretraining() {
   folder=$1; from=$2; shift 2
   tokens
   train="-m kvcat train"
   case ${FORM:-} in
     only-*) train="runs/smollm2/train_only.py ${FORM#only-}" ;;
+    align-*) train="runs/smollm2/align.py ${FORM#align-}" ;;
     ?*) train="runs/price/train.py $FORM" ;;
   esac
   python $train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \

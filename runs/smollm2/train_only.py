@@ -35,14 +35,19 @@ def train_only(words: list[str]) -> None:
     run.load = loaded
 
 
-def check_form(folder: Path, words: list[str]) -> None:
-    """Reject an output folder that was begun with other words; else write them next to it."""
+def check_form(folder: Path, form: str) -> None:
+    """Reject an output folder that was begun with another form; else write it next to the folder.
+
+    Args:
+        folder: of the run.
+        form: what it does other than ``kvcat train``.
+    """
     file = folder.with_name(f"{folder.name}.form.json")
-    known = read_json(file)["only"] if file.exists() else None
-    if known != words and folder.exists():
-        raise InputError(f"{folder} holds another run, which trains {known or 'all weights'}")
+    known = read_json(file)["form"] if file.exists() else "plain"
+    if known != form and folder.exists():
+        raise InputError(f"{folder} holds another run, of the form {known}")
     folder.parent.mkdir(parents=True, exist_ok=True)
-    write_json(file, {"only": words})
+    write_json(file, {"form": form})
 
 
 def main() -> None:
@@ -52,7 +57,7 @@ def main() -> None:
     config, dry_run = parse_config(arguments)
     if dry_run:
         raise InputError("--dry-run is an option of kvcat train alone")
-    check_form(Path(config.output), words)
+    check_form(Path(config.output), f"only {names}")
     train_only(words)
     print(kvcat.train(config).export)
 
