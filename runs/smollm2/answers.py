@@ -8,21 +8,29 @@ to the same questions. ``tables.py recall`` prints the table.
 """
 
 import argparse
-import textwrap
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 
 from kvcat.errors import run_script
-from kvcat.stats import share, share_difference, sign_flip_p_value
+from kvcat.stats import holm, share, share_difference, sign_flip_p_value
 
 FILE = Path(__file__).with_name("recall.csv.gz")
 OF_BASE = Path(__file__).parents[2] / "benchmarks" / "records" / "kinds.csv.gz"
 MODELS = {
     "base": "base",
-    "control-64": "control: recalled text, next-token loss",
-    "attn-prefix-64": "the same text, `attn-prefix`",
+    "books-64": "books, next-token loss",
+    "control-64": "recalled text, next-token loss",
+    "attn-prefix-64": "recalled text, `attn-prefix`, weight 1",
 }
+COMPARED = [
+    ("control-64", "base"),
+    ("books-64", "base"),
+    ("control-64", "books-64"),
+    ("attn-prefix-64", "control-64"),
+]
+"""Pairs of models whose difference the table shows, for every seed that both have."""
 DEFAULT = "attention-matching@reconstruction"
 CELLS = {
     "whole cache": ("dense", 1.0),
@@ -30,13 +38,14 @@ CELLS = {
     "5 %": (DEFAULT, 0.05),
     "no document": ("no document", 0.0),
 }
+SIZES = ["10 %", "5 %"]
 KEY = ["model", "seed", "document", "condition", "keep", "question"]
 TEXTS = dict.fromkeys(["model", "seed", "document", "condition", "kind", "asked", "answer"], str)
 LEAST_GAIN = 0.5  # of the base's whole cache over no document, for a kind that counts
 
 
 def table() -> str:
-    """Right answers of every model, and what the form adds to its control's."""
+    """Right answers of every run, and differences between runs of one seed."""
     rows = pd.read_csv(FILE, dtype=TEXTS, keep_default_na=False)
     marks = rows.pivot(
         index=["document", "kind", "question"],
@@ -48,30 +57,49 @@ def table() -> str:
     counted = gain[gain >= LEAST_GAIN].index
     marks = marks[marks.index.get_level_values("kind").isin(counted)]
     documents = marks.index.get_level_values("document").tolist()
+    runs = sorted(
+        {(model, seed) for model, seed, *_ in marks.columns},
+        key=lambda run: (list(MODELS).index(run[0]), run[1]),
+    )
     lines = [f"| right answers, % | {' | '.join(CELLS)} |", "|---" * (1 + len(CELLS)) + "|"]
-    for model, name in MODELS.items():
-        of_model = marks[model, "0"]
-        shares = [share(of_model[cell].to_numpy(float), documents) for cell in CELLS.values()]
+    for run in runs:
+        shares = [share(marks[run][cell].to_numpy(float), documents) for cell in CELLS.values()]
         cells = [f"{100 * x.value:.0f} [{100 * x.low:.0f}, {100 * x.high:.0f}]" for x in shares]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
-    sentences = []
-    first, control, form = MODELS
-    for label, model, other in (("The control", control, first), ("The form", form, control)):
-        differences = []
-        for size in ("10 %", "5 %"):
-            ours, theirs = (marks[m, "0"][CELLS[size]].to_numpy(float) for m in (model, other))
-            difference = share_difference(ours, theirs, documents)
-            p_value = sign_flip_p_value(ours, theirs, documents)
+        lines.append(f"| {_title(run)} | {' | '.join(cells)} |")
+    lines += ["", f"| difference, points | {' | '.join(SIZES)} |", "|---" * (1 + len(SIZES)) + "|"]
+    pairs = [
+        (run, ("base", "0") if other == "base" else (other, run[1]))
+        for model, other in COMPARED
+        for run in runs
+        if run[0] == model and (other == "base" or (other, run[1]) in runs)
+    ]
+    differences = {}
+    p_values = []
+    for run, other in pairs:
+        for size in SIZES:
+            ours, theirs = (marks[each][CELLS[size]].to_numpy(float) for each in (run, other))
+            differences[run, other, size] = share_difference(ours, theirs, documents)
+            p_values.append(sign_flip_p_value(ours, theirs, documents))
+    corrected = dict(zip(differences, holm(np.array(p_values)), strict=True))
+    for run, other in pairs:
+        cells = []
+        for size in SIZES:
+            x, p_value = differences[run, other, size], corrected[run, other, size]
             p_text = f"p {p_value:.3f}" if p_value >= 0.0005 else "p < .001"
-            differences.append(
-                f"{100 * difference.value:+.1f} points [{100 * difference.low:+.1f}, "
-                f"{100 * difference.high:+.1f}], {p_text}, at {size}"
-            )
-        over = MODELS[other].partition(":")[0]
-        sentences.append(f"{label} over the {over}: {'; '.join(differences)}.")
-    about = f"{len(marks)} questions of {len(counted)} kinds about {len(set(documents))} documents."
-    text = textwrap.fill(" ".join([about, *sentences]), 100, break_on_hyphens=False)
-    return "\n".join([*lines, "", text])
+            interval = f"[{100 * x.low:+.1f}, {100 * x.high:+.1f}]"
+            cells.append(f"{100 * x.value:+.1f} {interval}, {p_text}")
+        lines.append(f"| {_title(run)}, over: {_title(other)} | {' | '.join(cells)} |")
+    about = (
+        f"{len(marks)} questions of {len(counted)} kinds about {len(set(documents))} documents; "
+        f"p after Holm's correction over these {len(p_values)} differences."
+    )
+    return "\n".join([*lines, "", about])
+
+
+def _title(run: tuple[str, str]) -> str:
+    """What a run is called: its model's name and its seed."""
+    model, seed = run
+    return MODELS[model] if model == "base" else f"{MODELS[model]}, run {seed}"
 
 
 def add(files: list[Path], names: dict[str, str], seed: str) -> None:

@@ -292,13 +292,19 @@ def exact_elsewhere(text: str) -> str:
 
 def recall() -> str:
     """Right answers of the models that were trained to recall, and values on plain books."""
-    models = {
-        model if model in UNTRAINED else f"recall-{model}": title
-        for model, title in answers.MODELS.items()
-    }
-    methods = (PAPER, DEFAULT)
-    values = values_of(models, "books", "2026-11-30", "0", (0.05, 0.1), "on books", methods)
-    return f"{answers.table()}\n\n{values}"
+    tables = [answers.table()]
+    rows = all_rows()
+    for seed in ("0", "1"):
+        known = set(rows.loc[rows["seed"] == seed, "model"]) | set(UNTRAINED)
+        names = {model: f"recall-{model}" for model in answers.MODELS if model not in UNTRAINED}
+        models = {
+            names.get(model, model): title
+            for model, title in answers.MODELS.items()
+            if names.get(model, model) in known
+        }
+        values = partial(values_of, models, "books", "2026-11-30", seed, (0.05, 0.1))
+        tables.append(values(f"on books, run {seed}", (PAPER, DEFAULT)))
+    return "\n\n".join(tables)
 
 
 def values_of(
