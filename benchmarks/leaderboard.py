@@ -244,14 +244,16 @@ class OfModel:
         """KL by window and document (rows), method and keep ratio.
 
         Of a document alone: methods that learn were fitted to a repetition, the others read it.
-        Windows are those that every method of the first page has; a cell that lacks one of them is
-        left out, and so is a model with fewer than ``FEWEST`` documents.
+        Windows are those that every method of the first page has which can compress the model; a
+        cell that lacks one of them is left out, and so is a model with fewer than ``FEWEST``
+        documents.
         """
         learns = self.losses["method"].astype(str).str.startswith(LEARNING)
         alone = self.losses[(self.losses["way"] == WAY) == learns]
         alone = alone.assign(kl=(alone["kl_first"] + alone["kl_second"]) / 2)
         table = alone.pivot(index=["window", "document"], columns=["method", "keep"], values="kl")
-        return complete_rows(table, [(method, README_KEEP) for method in README_ROWS])
+        methods = [method for method in README_ROWS if method in set(alone["method"])]
+        return complete_rows(table, [(method, README_KEEP) for method in methods])
 
     @property
     def documents(self) -> list[str]:
@@ -450,7 +452,8 @@ def page(records: Records, names: dict[str, str]) -> str:
         "the cache over the dense one in the same type. Every cell is computed from the records "
         "of its windows or questions, which are kept in `benchmarks/records`; "
         "`python benchmarks/leaderboard.py --check` does it again. `--add METHOD` measures one "
-        "more method. What has no records is not shown."
+        "more method. What has no records is not shown; kvpress compresses all layers of a model "
+        "or none, so that KVzip has no row where some layers have sliding windows."
     )
     tests = (
         "†: may be chance. The difference to the first row, on the same windows or questions, has "
@@ -462,7 +465,7 @@ def page(records: Records, names: dict[str, str]) -> str:
     lines = [
         "# Leaderboard",
         "",
-        "Methods at several sizes on two real models. Written by",
+        "Methods at several sizes on real models. Written by",
         "",
         "```sh",
         *(f"{line} \\" for line in words[:-1]),

@@ -19,6 +19,7 @@ with other models or methods adds them.
 import argparse
 import math
 import platform
+import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -35,7 +36,7 @@ from windows import Window, add_options, encoder, stored
 from kvcat.compress import Trace, split_supervision, trace
 from kvcat.compress.compare import replay_hidden
 from kvcat.compress.documents import reconstruction_of_tokens
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.files import append_jsonl, read_jsonl
 from kvcat.losses import score_positions
 from kvcat.models import output_head
@@ -126,9 +127,10 @@ def run(
     """A record per window, method, way and keep ratio that is not known yet."""
     encode = encoder(named.tokenizer)
     model = None
+    rejected: set[str] = set()  # methods that cannot compress this model: they have no rows
     for index, window in enumerate(tqdm(windows, named.label)):
         todo: list[tuple[str, str, list[float]]] = []
-        for spec in options.methods:
+        for spec in filter(lambda spec: spec not in rejected, options.methods):
             for way in options.ways:
                 keeps = [
                     keep
@@ -152,8 +154,12 @@ def run(
                 "method": spec,
                 "way": way,
             }
-            for figures in measure(traces, method_of(spec, options.peer), way, keeps):
-                yield about | figures
+            try:
+                for figures in measure(traces, method_of(spec, options.peer), way, keeps):
+                    yield about | figures
+            except InputError as error:
+                rejected.add(spec)
+                tqdm.write(f"{named.label}: {spec} is left out: {error}", file=sys.stderr)
 
 
 def table(records: Iterable[dict]) -> pd.DataFrame:

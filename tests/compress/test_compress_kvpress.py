@@ -219,6 +219,21 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots(
 
 
 @needs_kvpress
+def test_a_head_that_a_press_leaves_without_slots_keeps_the_first_token(traced):
+    few = KVPress("AdaKVPress+KnormPress", alpha_safeguard=0.0)(traced, num_slots=1)
+    was_empty = 0
+    for layer, dense in zip(few.layers, traced.layers, strict=True):
+        for example in range(traced.batch_size):
+            counts = layer.counts[example].tolist()
+            if sum(counts) > len(counts):  # more than the press had to give
+                kv_head = counts.index(1)
+                kept = layer.head(example, kv_head).keys
+                assert torch.equal(kept, dense.slots.keys[example, kv_head, :1])
+                was_empty += 1
+    assert was_empty
+
+
+@needs_kvpress
 @pytest.mark.parametrize("name", ["KVzipPress", "KVgradPress"])
 def test_the_opening_of_the_chat_template_counts_only_in_a_prefix_that_begins_with_it(
     name, qwen, texts, tmp_path, monkeypatch

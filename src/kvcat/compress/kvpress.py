@@ -130,15 +130,7 @@ class KVPress(Compressor):
 
 def _joined_layers(examples: list[list[list[HeadSlots]]]) -> list[Layer]:
     """The layers of a cache, from the slots that each example keeps in each layer."""
-    layers = []
-    for kept_of_examples in zip(*examples, strict=True):
-        heads = list(kept_of_examples)
-        if not all(len(head) for of_example in heads for head in of_example):
-            raise InputError(
-                "the press leaves a head without slots: keep more slots, or set its lower bound"
-            )
-        layers.append(CompactLayer.of_heads(heads))
-    return layers
+    return [CompactLayer.of_heads(list(of_layer)) for of_layer in zip(*examples, strict=True)]
 
 
 def library() -> Any:
@@ -336,7 +328,11 @@ def _rotation_to_the_end(press: Any, trace: Trace, num_slots: int) -> KeyRotatio
 def _kept(
     cache: DynamicCache, masks: list[Any], rotation: KeyRotation | None
 ) -> list[list[HeadSlots]]:
-    """The slots that the masks do not hide in a cache of one example, per layer."""
+    """The slots that the masks do not hide in a cache of one example, per layer.
+
+    A head whose slots are all hidden keeps that of the first token: a compact cache has at least
+    one in each.
+    """
     kept = []
     layers: Any = cache.layers  # layers of keys and values; transformers has other kinds as well
     for index, layer in enumerate(layers):
@@ -347,6 +343,7 @@ def _kept(
         if masks[index] is not None:
             _, heads, slots = masks[index]
             is_kept[heads.to(keys.device), slots.to(keys.device)] = False
+            is_kept[~is_kept.any(dim=1), 0] = True
         heads = zip(keys, values, is_kept, strict=True)
         kept.append([HeadSlots(of_head[at], its_values[at]) for of_head, its_values, at in heads])
     return kept
