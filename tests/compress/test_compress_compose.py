@@ -182,6 +182,30 @@ def _flat(layer, name):
     return tensor[layer.positions >= 4]
 
 
+def test_a_composed_cache_composed_again_records_the_length_of_each_document(double, pair):
+    one, two = (AttentionMatching()(trace, num_slots=10) for trace in pair)
+    both = kvcat.compose(double, [one, two])
+    assert kvcat.compose(double, [both, one]).record.documents == (FIRST, SECOND, FIRST)
+    assert kvcat.compose(double, [one, both]).record.documents == (FIRST, FIRST, SECOND)
+    longer = kvcat.append(double, both, QUESTION)
+    lengths = (FIRST + SECOND + LATER, FIRST)
+    assert kvcat.compose(double, [longer, one]).record.documents == lengths
+
+
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+def test_documents_longer_than_a_window_in_which_each_was_compressed_are_rejected(seam_tokens):
+    types = ["sliding_attention", "full_attention"]
+    caches = {}
+    for window in (2 * FIRST, 2 * FIRST - 1):
+        model = loud_model("gemma3_text", layer_types=types, sliding_window=window, head_dim=8)
+        cache = Eviction("first")(kvcat.trace(model, A, supervision="self"), num_slots=7)
+        caches[window] = (model, [cache, cache])
+    model, both = caches[2 * FIRST]
+    assert kvcat.compose(model, both, seam_tokens=seam_tokens).num_tokens == 2 * FIRST
+    message = refusal(kvcat.compose, *caches[2 * FIRST - 1], seam_tokens=seam_tokens)
+    assert "exceed the sliding window of 39" in message
+
+
 def test_a_row_of_a_batch_is_composed_as_it_is_alone(double, pair):
     caches = [AttentionMatching()(trace, num_slots=7) for trace in pair]
     row = kvcat.compose(double, [cache.select([1]) for cache in caches])

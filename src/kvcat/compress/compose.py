@@ -58,7 +58,8 @@ def compose(
     Raises:
         InputError: no caches; a cache of another model or batch; keys that cannot be rotated; a
             seam of tokens that a cache does not record; a later document that opens a chat turn;
-            more tokens than the model has positions; or a refit of other documents, of protected
+            more tokens than the model has positions, or than a sliding window in which they were
+            compressed; or a refit of other documents, of protected
             slots, or of other layers or rotary factors than the caches have.
     """
     _check(model, caches, seam_tokens)
@@ -281,9 +282,18 @@ def _record(
         supervision=_different([cache.record.supervision for cache in caches]),
         first_slots=_first_slots_of_longer(caches[0], composed),
         protected_later=tuple(protected_later),
-        documents=tuple(cache.num_tokens for cache in caches),
+        documents=tuple(length for cache in caches for length in _document_lengths(cache)),
         seam_tokens=seam_tokens,
     )
+
+
+def _document_lengths(cache: CompactCache) -> tuple[int, ...]:
+    """The tokens of each document of a cache, which may be composed itself.
+
+    A composed cache to which tokens were appended counts as one document.
+    """
+    lengths = cache.record.documents
+    return lengths if sum(lengths) == cache.num_tokens else (cache.num_tokens,)
 
 
 def _different(words: Sequence[str]) -> str:
@@ -324,6 +334,12 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
         KeyRotation(model, 0)  # rejects a model whose keys cannot be rotated
         num_tokens = sum(cache.num_tokens for cache in caches)
         check_length(f"{len(caches)} documents", num_tokens, model.config)
+        longest = caches[0].longest_text(model)
+        if longest is not None and num_tokens > longest:
+            raise InputError(
+                f"{len(caches)} documents: {num_tokens} tokens exceed the sliding window of "
+                f"{longest}, in which each document was compressed: compress them as one text"
+            )
 
 
 def check_states(model: PreTrainedModel, caches: Sequence[CompactCache]) -> None:
