@@ -403,23 +403,23 @@ def test_a_joint_refit_fits_the_documents_read_together_better(double, pair):
         assert torch.equal(layer.keys, like.keys)
 
 
-@pytest.mark.parametrize(("room", "more"), [(20, 8), (0, 20)])
-def test_a_refit_that_compresses_other_layers_than_the_cache_is_rejected(room, more):
+@pytest.mark.parametrize(("room", "num_later"), [(20, 8), (0, 20)])
+def test_a_refit_that_compresses_other_layers_than_the_cache_is_rejected(room, num_later):
     """With room for its text a layer with a window is kept whole, and compressed without it."""
     types = ["sliding_attention", "full_attention"]
     model = loud_model("gemma3_text", layer_types=types, sliding_window=30, head_dim=8)
     cache = Eviction("first")(
         kvcat.trace(model, A, supervision="self", room=room), num_slots=FIRST - 1
     )
-    text = torch.cat([A, tokens(more, 4)], dim=1)
+    text = torch.cat([A, tokens(num_later, 4)], dim=1)
     message = refusal(kvcat.compose, model, [cache], refit=kvcat.trace(model, text, FIRST))
     assert "refit compresses the layers" in message
     again = kvcat.trace(model, text[:, : FIRST + 8], FIRST, room=room)
     assert kvcat.compose(model, [cache], refit=again).layer_numbers == cache.layer_numbers
 
 
-@pytest.mark.parametrize(("room", "more"), [(20, 8), (0, 20)])
-def test_a_refit_with_other_rotary_factors_than_the_cache_is_rejected(room, more):
+@pytest.mark.parametrize(("room", "num_later"), [(20, 8), (0, 20)])
+def test_a_refit_with_other_rotary_factors_than_the_cache_is_rejected(room, num_later):
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10_000.0,
@@ -434,7 +434,7 @@ def test_a_refit_with_other_rotary_factors_than_the_cache_is_rejected(room, more
     cache = Eviction("first")(
         kvcat.trace(model, A, supervision="self", room=room), num_slots=FIRST - 1
     )
-    text = torch.cat([A, tokens(more, 4)], dim=1)
+    text = torch.cat([A, tokens(num_later, 4)], dim=1)
     message = refusal(kvcat.compose, model, [cache], refit=kvcat.trace(model, text, FIRST))
     assert "rotary factors" in message
     fitted = kvcat.compose(model, [cache], refit=kvcat.trace(model, text, FIRST, room=room))

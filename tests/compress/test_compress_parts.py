@@ -205,8 +205,8 @@ def test_a_cache_of_a_split_prefix_is_the_same_with_a_smaller_one_that_is_not_sp
     in_parts, parts_of_24, budgets
 ):
     method = AttentionMatching(budgets=budgets)
-    few, many = method.each(in_parts, [5 / TEXT, 20 / TEXT])
-    for num_slots, cache in ((5, few), (20, many)):
+    small, large = method.each(in_parts, [5 / TEXT, 20 / TEXT])
+    for num_slots, cache in ((5, small), (20, large)):
         alone = method(in_parts, num_slots=num_slots)
         for layer, other in zip(cache.layers, alone.layers, strict=True):
             assert torch.equal(layer.counts, other.counts)
