@@ -16,6 +16,7 @@ from kvcat.cache import (
     first_slots,
 )
 from kvcat.compress import AttentionMatching, Eviction, GradientCompression, make_compressor
+from kvcat.compress.prefix import protecting
 from kvcat.models.exact_copy import StaysDouble
 from tiny import byte_tokenizer, loud_model, refusal
 
@@ -179,6 +180,30 @@ def _flat(layer, name):
     """A tensor of a layer's slots behind its first four tokens, head by head."""
     tensor = getattr(layer, name)
     return tensor[layer.positions >= 4]
+
+
+def test_a_composed_cache_composed_again_records_the_length_of_each_document(double, pair):
+    one, two = (AttentionMatching()(trace, num_slots=10) for trace in pair)
+    both = kvcat.compose(double, [one, two])
+    assert kvcat.compose(double, [both, one]).record.documents == (FIRST, SECOND, FIRST)
+    assert kvcat.compose(double, [one, both]).record.documents == (FIRST, FIRST, SECOND)
+    longer = kvcat.append(double, both, QUESTION)
+    lengths = (FIRST + SECOND + LATER, FIRST)
+    assert kvcat.compose(double, [longer, one]).record.documents == lengths
+
+
+@pytest.mark.parametrize("seam_tokens", [0, 4])
+def test_documents_longer_than_a_window_in_which_each_was_compressed_are_rejected(seam_tokens):
+    types = ["sliding_attention", "full_attention"]
+    caches = {}
+    for window in (2 * FIRST, 2 * FIRST - 1):
+        model = loud_model("gemma3_text", layer_types=types, sliding_window=window, head_dim=8)
+        cache = Eviction("first")(kvcat.trace(model, A, supervision="self"), num_slots=7)
+        caches[window] = (model, [cache, cache])
+    model, both = caches[2 * FIRST]
+    assert kvcat.compose(model, both, seam_tokens=seam_tokens).num_tokens == 2 * FIRST
+    message = refusal(kvcat.compose, *caches[2 * FIRST - 1], seam_tokens=seam_tokens)
+    assert "exceed the sliding window of 39" in message
 
 
 def test_a_row_of_a_batch_is_composed_as_it_is_alone(double, pair):
@@ -376,6 +401,52 @@ def test_a_joint_refit_fits_the_documents_read_together_better(double, pair):
     assert kls[1] < 0.7 * kls[0]
     for layer, like in zip(fitted.layers, plain.layers, strict=True):
         assert torch.equal(layer.keys, like.keys)
+
+
+@pytest.mark.parametrize(("room", "num_later"), [(20, 8), (0, 20)])
+def test_a_refit_that_compresses_other_layers_than_the_cache_is_rejected(room, num_later):
+    """With room for its text a layer with a window is kept whole, and compressed without it."""
+    types = ["sliding_attention", "full_attention"]
+    model = loud_model("gemma3_text", layer_types=types, sliding_window=30, head_dim=8)
+    cache = Eviction("first")(
+        kvcat.trace(model, A, supervision="self", room=room), num_slots=FIRST - 1
+    )
+    text = torch.cat([A, tokens(num_later, 4)], dim=1)
+    message = refusal(kvcat.compose, model, [cache], refit=kvcat.trace(model, text, FIRST))
+    assert "refit compresses the layers" in message
+    again = kvcat.trace(model, text[:, : FIRST + 8], FIRST, room=room)
+    assert kvcat.compose(model, [cache], refit=again).layer_numbers == cache.layer_numbers
+
+
+@pytest.mark.parametrize(("room", "num_later"), [(20, 8), (0, 20)])
+def test_a_refit_with_other_rotary_factors_than_the_cache_is_rejected(room, num_later):
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10_000.0,
+        "short_factor": [1.0, 1.1, 1.2, 1.3],
+        "long_factor": [4.0, 5.0, 6.0, 7.0],
+        "original_max_position_embeddings": 30,
+        "factor": 2.0,
+    }
+    model = loud_model(
+        "phi3", pad_token_id=0, original_max_position_embeddings=30, rope_parameters=rope
+    )
+    cache = Eviction("first")(
+        kvcat.trace(model, A, supervision="self", room=room), num_slots=FIRST - 1
+    )
+    text = torch.cat([A, tokens(num_later, 4)], dim=1)
+    message = refusal(kvcat.compose, model, [cache], refit=kvcat.trace(model, text, FIRST))
+    assert "rotary factors" in message
+    fitted = kvcat.compose(model, [cache], refit=kvcat.trace(model, text, FIRST, room=room))
+    assert fitted.record.rope == cache.record.rope
+
+
+def test_a_refit_must_be_a_trace_without_protected_tokens(double, pair):
+    caches = [AttentionMatching()(trace, num_slots=10) for trace in pair]
+    joint = kvcat.trace(double, torch.cat([A, B, QUESTION], dim=1), FIRST + SECOND)
+    message = refusal(kvcat.compose, double, caches, refit=protecting(joint, [(2, 5)]))
+    assert "protected tokens" in message
+    assert "a Trace" in refusal(kvcat.compose, double, caches, refit=caches[0])
 
 
 def test_without_a_seam_a_document_needs_no_record_of_its_first_tokens(double, pair):

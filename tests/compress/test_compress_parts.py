@@ -159,7 +159,7 @@ def test_outputs_that_wait_for_the_fit_in_16_bits_move_the_fitted_values_as_litt
 def test_a_part_counts_the_mass_of_the_other_parts_as_elsewhere(in_parts, parts_of_24, monkeypatch):
     prefix = Prefix.of(in_parts)
     queries = fitted_queries(prefix, None, by_share=True)
-    split = split_prefix(prefix, queries, 8)
+    split = split_prefix(prefix, queries)
     assert [(each.first_slot, each.tokens) for each in split] == [(0, (0, 24)), (24, (24, 48))]
     # every query of the text in every part
     monkeypatch.setattr(segments, "SAMPLED", 1.0)
@@ -193,11 +193,25 @@ def test_queries_of_other_parts_are_sampled_with_the_weight_of_those_they_repres
     queries = fitted_queries(prefix, 0.0, by_share=True)
     for sampled, stride in ((0.5, 2), (0.25, 4)):
         monkeypatch.setattr(segments, "SAMPLED", sampled)
-        other, inside = Segments.of(prefix, split_prefix(prefix, queries, 8), queries)[1].queries
+        other, inside = Segments.of(prefix, split_prefix(prefix, queries), queries)[1].queries
         # 23 tokens are repeated in the first part
         assert [len(other), len(inside)] == [-(-23 // stride), 24]
         assert other.weights.tolist() == pytest.approx([stride**0.5] * len(other))
         assert (inside.weights == 1).all()
+
+
+@pytest.mark.parametrize("budgets", ["adaptive", "equal"])
+def test_a_cache_of_a_split_prefix_is_the_same_with_a_smaller_one_that_is_not_split(
+    in_parts, parts_of_24, budgets
+):
+    method = AttentionMatching(budgets=budgets)
+    small, large = method.each(in_parts, [5 / TEXT, 20 / TEXT])
+    for num_slots, cache in ((5, small), (20, large)):
+        alone = method(in_parts, num_slots=num_slots)
+        for layer, other in zip(cache.layers, alone.layers, strict=True):
+            assert torch.equal(layer.counts, other.counts)
+            for name, states in layer.tensors().items():
+                assert torch.equal(states, other.tensors()[name])
 
 
 @pytest.mark.parametrize(

@@ -58,8 +58,9 @@ def compose(
     Raises:
         InputError: no caches; a cache of another model or batch; keys that cannot be rotated; a
             seam of tokens that a cache does not record; a later document that opens a chat turn;
-            more tokens than the model has positions; or a refit of other documents, or of protected
-            slots.
+            more tokens than the model has positions, or than a sliding window in which they were
+            compressed; or a refit of other documents, of protected
+            slots, or of other layers or rotary factors than the caches have.
     """
     _check(model, caches, seam_tokens)
     check_states(model, caches)
@@ -281,9 +282,18 @@ def _record(
         supervision=_different([cache.record.supervision for cache in caches]),
         first_slots=_first_slots_of_longer(caches[0], composed),
         protected_later=tuple(protected_later),
-        documents=tuple(cache.num_tokens for cache in caches),
+        documents=tuple(length for cache in caches for length in _document_lengths(cache)),
         seam_tokens=seam_tokens,
     )
+
+
+def _document_lengths(cache: CompactCache) -> tuple[int, ...]:
+    """The tokens of each document of a cache, which may be composed itself.
+
+    A composed cache to which tokens were appended counts as one document.
+    """
+    lengths = cache.record.documents
+    return lengths if sum(lengths) == cache.num_tokens else (cache.num_tokens,)
 
 
 def _different(words: Sequence[str]) -> str:
@@ -324,6 +334,12 @@ def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: 
         KeyRotation(model, 0)  # rejects a model whose keys cannot be rotated
         num_tokens = sum(cache.num_tokens for cache in caches)
         check_length(f"{len(caches)} documents", num_tokens, model.config)
+        longest = caches[0].longest_text(model)
+        if longest is not None and num_tokens > longest:
+            raise InputError(
+                f"{len(caches)} documents: {num_tokens} tokens exceed the sliding window of "
+                f"{longest}, in which each document was compressed: compress them as one text"
+            )
 
 
 def check_states(model: PreTrainedModel, caches: Sequence[CompactCache]) -> None:
@@ -357,17 +373,31 @@ def _check_later(cache: CompactCache, seam_tokens: int, number: int) -> None:
 
 
 def _check_refit(refit: Trace, caches: Sequence[CompactCache]) -> None:
-    """Raise an ``InputError`` for a trace of other documents."""
+    """Raise an ``InputError`` for a trace of other documents, or of other keys of the same ones."""
+    check_kind(Trace, "a Trace", refit=refit)
     num_tokens = sum(cache.num_tokens for cache in caches)
     if refit.prefix_len != num_tokens or refit.batch_size != caches[0].batch_size:
         raise InputError(
             f"refit is a trace of {refit.batch_size} prefixes of {refit.prefix_len} tokens, the "
             f"documents are {caches[0].batch_size} of {num_tokens}"
         )
-    if refit.past_len:
+    if refit.past is not None:
         raise InputError("refit must be a dense trace, not one with a past")
+    if refit.protected:
+        raise InputError("refit is a trace with protected tokens, to which no slots are fitted")
     if refit.fingerprint != caches[0].fingerprint:
         raise InputError("refit is a trace of another model")
+    if refit.layer_numbers != caches[0].layer_numbers:
+        raise InputError(
+            f"refit compresses the layers {refit.layer_numbers} and the documents "
+            f"{caches[0].layer_numbers}: trace both with room for the same text (room=)"
+        )
+    factors = caches[0].rotary_factors(refit.model)
+    if factors != refit.text.rope:
+        raise InputError(
+            f"the documents have the {factors} rotary factors and refit the {refit.text.rope} "
+            "ones: trace both with the same room for the text that follows (room=)"
+        )
     if any(cache.record.has_protected for cache in caches):
         raise InputError("a document has protected slots, which a refit would change: leave it out")
     start = 0

@@ -21,18 +21,16 @@ SAMPLED = 0.5
 _LEAST_SLOTS = 4  # of a segment, on average
 
 
-def split_prefix(prefix: Prefix, queries: Sequence[QuerySet], least_size: int) -> list[Prefix]:
+def split_prefix(prefix: Prefix, queries: Sequence[QuerySet]) -> list[Prefix]:
     """Equal segments of at most ``SEGMENT_TOKENS`` tokens; the whole prefix if it has no more.
 
     A segment without slots to compress is left out. A prefix is one segment if the positions of its
-    slots are not known, after a compact cache; if some of the queries are in place, where they see
-    nothing of a later segment; and for few slots, which are soon fitted, and may be fewer than
-    there are segments.
+    slots are not known, after a compact cache; and if some of the queries are in place, where they
+    see nothing of a later segment.
 
     Args:
         prefix: what is compressed.
         queries: to which the whole prefix is fitted.
-        least_size: slots of a head, on average, of the smallest cache that is asked for.
     """
     prefix_len = prefix.trace.prefix_len
     positions = prefix.layers[0].positions
@@ -49,7 +47,19 @@ def split_prefix(prefix: Prefix, queries: Sequence[QuerySet], least_size: int) -
             layers = [layer.at(slots) for layer in prefix.layers]
             first = int(slots[0])
             segments.append(replace(prefix, layers=layers, first_slot=first, tokens=(start, stop)))
-    return segments if least_size >= _LEAST_SLOTS * len(segments) else [prefix]
+    return segments
+
+
+def is_split_for(segments: Sequence[Prefix], num_slots: int) -> bool:
+    """Whether the segments of a prefix are fitted one by one for a number of slots.
+
+    Few slots are soon fitted together, and may be fewer than there are segments.
+
+    Args:
+        segments: of ``split_prefix``.
+        num_slots: slots of a head, on average.
+    """
+    return len(segments) > 1 and num_slots >= _LEAST_SLOTS * len(segments)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,8 @@ from kvcat.compress.fitting import RIDGE, fit_segments
 from kvcat.compress.heads import Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries, usual_own_weight
-from kvcat.compress.segments import Segments, split_prefix
+from kvcat.compress.query_set import QuerySet
+from kvcat.compress.segments import Segments, is_split_for, split_prefix
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_in, check_one_of, did_you_mean
 from kvcat.options import check_options
@@ -152,11 +153,33 @@ class AttentionMatching(_Options):
     def _fitted_heads(
         self, prefix: Prefix, sizes: Sequence[int], bits: int | None
     ) -> Iterator[list[HeadGrid]]:
-        """For every size, the heads of every layer; quantised with ``bits``."""
+        """For every size, the heads of every layer; quantised with ``bits``.
+
+        Whether the prefix is split depends on a size alone, so that a cache is the same with other
+        sizes and without them.
+        """
         queries = fitted_queries(prefix, self.own_weight, by_share=self.num_iters is None)
-        prefixes = [prefix]
+        split = [prefix]
         if self.num_queries is None and self.budgets in BUDGETS and bits is None:
-            prefixes = split_prefix(prefix, queries, min(sizes))
+            split = split_prefix(prefix, queries)
+        is_split = [is_split_for(split, size) for size in sizes]
+        fits = {}
+        for kind, prefixes in ((False, [prefix]), (True, split)):
+            of_kind = [size for size, each in zip(sizes, is_split, strict=True) if each == kind]
+            fits[kind] = self._fitted_to(prefix, prefixes, queries, of_kind, bits)
+        for kind in is_split:
+            yield next(fits[kind])
+
+    @torch.no_grad()
+    def _fitted_to(
+        self,
+        prefix: Prefix,
+        prefixes: Sequence[Prefix],
+        queries: Sequence[QuerySet],
+        sizes: Sequence[int],
+        bits: int | None,
+    ) -> Iterator[list[HeadGrid]]:
+        """As ``_fitted_heads``, of a prefix that is split into ``prefixes`` for all sizes."""
         segments: Sequence[Heads] = Segments.of(prefix, prefixes, queries)
         if self.num_queries is not None:
             segments = [DrawnHeads(prefix, queries, self.num_queries, self.seed)]
