@@ -23,6 +23,7 @@ MODELS = {
     "books-64": "books, next-token loss",
     "control-64": "recalled text, next-token loss",
     "attn-prefix-64": "recalled text, `attn-prefix`, weight 1",
+    "attn-prefix-w0.1-64": "recalled text, `attn-prefix`, weight .1",
 }
 COMPARED = [
     ("control-64", "base"),
