@@ -153,3 +153,23 @@ def test_a_repetition_as_the_answer_begins_after_the_turn_of_the_assistant():
 def test_the_page_has_the_tables_that_its_records_give():
     page = question_set.PAGE.read_text(encoding="utf-8")
     assert with_tables(page, {"kinds": question_set.page_table()}) == page
+
+
+def test_the_readme_calls_a_difference_to_kvzip_chance_only_where_the_table_does():
+    page = question_set.PAGE.read_text(encoding="utf-8").split("<!-- table kinds -->")[1]
+    readme = (question_set.PAGE.parent.parent / "README.md").read_text(encoding="utf-8")
+    prose = " ".join(readme.split()).split("On eleven kinds")[1]
+
+    def rows(name):
+        """A row for each model: its cells at 20, 10 and 5 % of the slots."""
+        lines = re.findall(rf"^\| {re.escape(name)} \|(.*)\|$", page, re.MULTILINE)
+        return [line.split("|")[2::-1] for line in lines]
+
+    theirs = rows("KVzip (kvpress)")
+    said = re.findall(r"\(KVzip (\d+), (\d+) and (\d+); only the first [\w ]*be chance\)", prose)
+    assert [[cell.split("; ")[1].strip() for cell in row] for row in theirs] == list(
+        map(list, said)
+    )
+    assert [["\u2020" in cell for cell in row] for row in theirs] == [[True, False, False]] * 2
+    for cell in (cell for row in rows("kvcat, the default") for cell in row):
+        assert re.search(rf"\b{cell.split('; ')[1].strip()}\b", prose)

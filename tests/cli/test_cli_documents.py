@@ -253,6 +253,34 @@ def test_sampling_is_a_function_of_the_seed(tiny_folder, saved, capsys):
     assert first == again != other
 
 
+@pytest.mark.parametrize(
+    ("options", "fit"),
+    [
+        (["--keep", 0.3], " (fitted to a repetition of the text)"),
+        (["--keep", 0.3, "--supervision", "self"], " (fitted to the text's own queries)"),
+        (["--keep", 1], ""),
+        (["--keep", 0.3, "--method", "random"], ""),
+        (["--keep", 0.3, "--method", "snapkv"], ""),
+    ],
+)
+def test_what_slots_were_fitted_to_is_said_only_where_they_were_fitted(
+    tiny_folder, document, capsys, options, fit
+):
+    compress(tiny_folder, document, *options)
+    last_line = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(r"  [\w-]+, 8 bits, keep [\d.]+", last_line.removesuffix(fit))
+    assert last_line.endswith(fit)
+
+
+def test_a_command_without_a_cache_is_told_the_options_that_it_has(tiny_folder, mistake, tmp_path):
+    assert "no cache: give --cache FILE, or --store STORE and --id ID" in mistake(
+        "chat", tiny_folder
+    )
+    message = mistake("pack", tiny_folder, "-o", tmp_path / "packed")
+    assert "no cache: give --cache FILE" in message
+    assert "--store" not in message
+
+
 def test_a_document_is_repeated_in_parts_where_twice_its_length_is_too_long(
     tiny_folder, tmp_path, capsys
 ):

@@ -1,5 +1,6 @@
 """Long documents: repeated part by part, and fitted part by part."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -283,6 +284,27 @@ def test_a_text_that_leaves_no_room_for_a_part_is_rejected_with_what_can_be_done
     assert "split it into several" in refusal(
         check_length, config, far, "reconstruction", in_parts=True
     )
+
+
+@pytest.mark.parametrize("positions", [200, 201])
+def test_a_text_that_is_repeated_as_a_whole_is_told_the_length_with_which_it_fits(
+    model, sequence, positions
+):
+    config = replace_positions(model.config, positions)
+
+    def repeated(num_tokens):
+        """A text with one opening token, which the copy omits, and five of an instruction."""
+        start = num_tokens + 5
+        ids = torch.zeros(1, start + num_tokens - 1, dtype=torch.long)
+        return replace(sequence, input_ids=ids, prefix_len=num_tokens, supervision_start=start)
+
+    for num_tokens in (110, 250):  # shorter and longer than the positions
+        message = refusal(
+            check_length, config, repeated(num_tokens), "reconstruction", in_parts=False
+        )
+        (longest,) = map(int, re.findall(r"shorten the text to (\d+)", message))
+        check_length(config, repeated(longest), "reconstruction", in_parts=False)
+        refusal(check_length, config, repeated(longest + 1), "reconstruction", in_parts=False)
 
 
 def replace_positions(config, positions):

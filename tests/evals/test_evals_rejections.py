@@ -35,6 +35,7 @@ from kvcat.evals.evaluations.qa import QA, QAExample, QATask, read_examples
 from kvcat.evals.evaluations.ruler import Ruler
 from kvcat.evals.evaluations.suffix import Suffix
 from kvcat.evals.questions import Question, QuestionTask
+from kvcat.evals.runner import Plan
 from kvcat.evals.task import vocabulary
 from tiny import byte_tokenizer, refusal_with, rejections
 
@@ -170,6 +171,10 @@ def not_compressed(tmp_path):
     return evaluate(QATask((example,)), {"m": (tiny(0), None)}, ["first"], [0.5], tmp_path)
 
 
+def plan(methods=("first",), keep_ratios=(0.5,), seeds=(0,)):
+    return Plan.of(SuffixTask((window(),), "noise"), methods, keep_ratios, seeds=seeds)
+
+
 def without_harness(monkeypatch, tokenizer):
     monkeypatch.setattr("kvcat.evals.evaluations.qa.find_spec", lambda _: None)
     return qa_check(tokenizer=tokenizer)
@@ -206,6 +211,10 @@ def without_harness(monkeypatch, tokenizer):
          {label: {"fingerprint": "f", "dtype": "float32"} for label in ("b@0", "b@1")})),
     ("two data sets", lambda: summarise([RECORD, dataclasses.replace(RECORD, dataset="other")])),
     ("no record of model 'kvcat'", lambda: compare_models([RECORD], "kvcat")),
+    # what to evaluate
+    ("^first at keep ratio 0.5 is given 2 times", lambda: plan(keep_ratios=(0.5, 0.2, 0.5))),
+    ("^first at keep ratio 0.5 is given 2 times", lambda: plan(("first", "random", "first"))),
+    ("^a seed is given twice: 0, 1, 0", lambda: plan(("random",), seeds=(0, 1, 0))),
     # data
     ("a.jsonl cannot be read: JSONDecodeError",
      lambda tmp_path: rows(tmp_path, "a.jsonl", b'{"a": 1}\n{torn')),

@@ -32,9 +32,7 @@ def check_caches(
     if (store is None) != (id is None):
         raise InputError("--store and --id belong together")
     if not files and store is None:
-        raise InputError(
-            "no cache: give --cache FILE, or several files, or --store STORE and --id ID"
-        )
+        raise InputError("no cache: give --cache FILE, or --store STORE and --id ID")
     for file in files:
         early.check_file(file, "cache file")
     if seam_tokens != SEAM_TOKENS and len(files) < 2:
@@ -111,6 +109,8 @@ def pack(
             file is for the model itself.
         drop_log_bias: Leave out the log-bias; this changes the answers.
     """
+    if not opt.flat(cache):
+        raise InputError("no cache: give --cache FILE, one or several")
     files = check_caches(cache, seam_tokens=seam_tokens)
     check_output(output, overwrite=overwrite, sources=[*files, model])
     early.check_device(device)

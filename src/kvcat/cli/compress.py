@@ -85,12 +85,13 @@ def compress(
         f"{cache.nbytes / 1e6:.2f} MB"
     )
     bits = "" if cache.bits is None else f"{cache.bits} bits, "
-    repeats = settings.supervision == "reconstruction"
-    fitted_to = "a repetition of the text" if repeats else "the text's own queries"
-    print(
-        f"  {settings.method}, {bits}keep {mean_slots / cache.num_tokens:.4g} "
-        f"(fitted to {fitted_to})"
-    )
+    is_fitted = prepared.compressor.fits_queries or prepared.compressor.needs_predictions
+    fit = ""
+    if is_fitted and mean_slots < cache.num_tokens:  # the whole cache stays as it was
+        repeats = settings.supervision == "reconstruction"
+        fitted_to = "a repetition of the text" if repeats else "the text's own queries"
+        fit = f" (fitted to {fitted_to})"
+    print(f"  {settings.method}, {bits}keep {mean_slots / cache.num_tokens:.4g}{fit}")
 
 
 class _Cost:

@@ -193,12 +193,15 @@ def check_length(
         return
     text = f"the text has {prefix_len} tokens, and the model {positions} positions"
     num_repeated = num_needed - prefix_len
-    longest = longest_text(sequence, positions)
+    if in_parts:
+        longest = longest_text(sequence, positions)
+    else:  # two copies, and what is between them and before the first
+        longest = (positions - (num_needed - 2 * prefix_len)) // 2
     shorter = f"shorten the text to {longest}" if longest > 0 else "shorten the text"
     if prefix_len > positions:
         raise InputError(f"{text}: {shorter}, or split it into several")
     if num_in_parts <= positions:
-        remedy = "attention-matching, with --keep or --slots, repeats it in parts"
+        remedy = f"attention-matching, with --keep or --slots, repeats it in parts; or {shorter}"
     else:
         remedy = f"supervision self repeats nothing, or {shorter}"
     repetition = f"too few for it and {num_repeated} tokens of its repetition"

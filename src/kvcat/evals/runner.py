@@ -4,6 +4,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -122,8 +123,9 @@ def evaluate(
         progress: show progress on standard error.
 
     Raises:
-        InputError: there is nothing to evaluate, a value is out of range, a method is unknown, a
-            model cannot run an example, the folder has another configuration, or a score is NaN.
+        InputError: there is nothing to evaluate, a value is out of range or given twice, a method
+            is unknown, a model cannot run an example, the folder has another configuration, or a
+            score is NaN.
     """
     plan = Plan.of(task, methods, keep_ratios, batch_size=batch_size, seeds=seeds, primary=primary)
     plan.check(models)
@@ -406,6 +408,11 @@ def _configuration(
     ):
         if not values:
             raise InputError(f"nothing to evaluate: no {name} given")
+    for (method, keep_ratio), count in Counter(cells).items():
+        if count > 1:
+            raise InputError(f"{method} at keep ratio {keep_ratio:g} is given {count} times")
+    if len(set(seeds)) < len(seeds):
+        raise InputError(f"a seed is given twice: {', '.join(map(str, seeds))}")
     if cells and not task.compresses:
         raise InputError(f"{task.evaluation} is evaluated without compression")
     check_least(1, **least_counts)
