@@ -203,3 +203,22 @@ def test_an_answer_for_which_nobody_waits_ends_early(served):
     assert result.finish_reason == "cancelled"
     assert len(result.ids) < 100
     engine.close()
+
+
+def test_an_answer_of_no_named_length_ends_where_the_windows_of_the_cache_do(tmp_path):
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 0}
+    windows["layer_types"] = ["sliding_attention"] * 2
+    loaded = kvcat.load(write_tiny_model(tmp_path / "model", seed=3, **windows))
+    (tmp_path / "corpus.jsonl").write_text(json.dumps({"id": "doc/0", "text": "the cat"}) + "\n")
+    settings = CorpusSettings(keep_ratio=0.5, method="h2o", supervision="self", chat=True)
+    compress_corpus(*loaded, tmp_path / "corpus.jsonl", tmp_path / "store", settings)
+    engine = Engine(*loaded, Store(tmp_path / "store"), cache_bytes=10**6, most_waiting=4)
+    limits = ServerLimits(most_bytes=4000, most_tokens=60)
+    with listening(make_app(engine, NAME, limits=limits, api_key=KEY)) as port:
+        status, answer = post(port, max_tokens=None)
+        assert status == 200
+        assert answer["usage"]["total_tokens"] == 64
+        assert answer["choices"][0]["finish_reason"] == "length"
+        status, answer = post(port, max_tokens=60)
+        assert status == 400
+        assert "exceed the 64 for which" in answer["error"]["message"]

@@ -39,12 +39,15 @@ class Question:
         content: a prompt, which is one text, or the messages of a conversation.
         is_chat: whether the content is messages.
         sampling: how to decode.
+        has_length: whether the client names the largest number of tokens in the answer. If not, it
+            may end where the cache allows no longer text.
     """
 
     documents: tuple[str, ...]
     content: Any
     is_chat: bool
     sampling: Sampling
+    has_length: bool = True
 
 
 @dataclass(frozen=True)
@@ -323,7 +326,11 @@ class Engine:
         ids = torch.tensor([new], device=self._model.device)
         sampling = question.sampling
         stop_tokens(self._tokenizer, sampling.stop)
-        length = answer_length(self._model, cache, ids, sampling.max_new_tokens)
+        wanted = sampling.max_new_tokens
+        longest_text = cache.longest_text(self._model)
+        if not question.has_length and longest_text is not None:
+            wanted = max(1, min(wanted, longest_text - cache.num_tokens - len(new)))
+        length = answer_length(self._model, cache, ids, wanted)
         cache.check_is_no_document(ids)  # here the error is this client's alone
 
         def on_answer(result: Answer) -> None:

@@ -27,10 +27,8 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "tools": ([],),
 }
 """Fields that are accepted with the values that have no effect."""
-_READ = frozenset({
-    FIELD, "max_completion_tokens", "max_tokens", "model", "seed", "stop", "stream", "temperature",
-    "top_p",
-})  # fmt: skip
+_LENGTHS = frozenset({"max_completion_tokens", "max_tokens"})
+_READ = _LENGTHS | {FIELD, "model", "seed", "stop", "stream", "temperature", "top_p"}
 
 
 def parse_request(body: bytes, *, is_chat: bool, model: str, most_tokens: int) -> dict[str, Any]:
@@ -61,9 +59,9 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_tokens: int) -
     content = fields[content_name]
     if not is_chat and not isinstance(content, str):
         raise RequestError(400, "prompt must be one text")
-    question = Question(
-        _documents(fields.get(FIELD)), content, is_chat, _sampling(fields, most_tokens)
-    )
+    sampling = _sampling(fields, most_tokens)
+    has_length = not _LENGTHS.isdisjoint(fields)
+    question = Question(_documents(fields.get(FIELD)), content, is_chat, sampling, has_length)
     options = fields.get("stream_options", {})
     return {
         "question": question,
