@@ -292,7 +292,7 @@ def exact_elsewhere(text: str) -> str:
 
 def recall() -> str:
     """Right answers of the models that were trained to recall, and values on plain books."""
-    tables = [answers.table()]
+    tables = [answers.table(), answers.choices()]
     rows = all_rows()
     for seed in ("0", "1"):
         known = set(rows.loc[rows["seed"] == seed, "model"]) | set(UNTRAINED)

@@ -220,9 +220,9 @@ def test_layers_of_a_pyramid_and_heads_of_kvzip_hold_different_numbers_of_slots(
 
 @needs_kvpress
 def test_a_head_that_a_press_leaves_without_slots_keeps_the_first_token(traced):
-    few = KVPress("AdaKVPress+KnormPress", alpha_safeguard=0.0)(traced, num_slots=1)
+    cache = KVPress("AdaKVPress+KnormPress", alpha_safeguard=0.0)(traced, num_slots=1)
     was_empty = 0
-    for layer, dense in zip(few.layers, traced.layers, strict=True):
+    for layer, dense in zip(cache.layers, traced.layers, strict=True):
         for example in range(traced.batch_size):
             counts = layer.counts[example].tolist()
             if sum(counts) > len(counts):  # more than the press had to give
