@@ -26,6 +26,7 @@ OF_BASE = Path(__file__).parents[2] / "benchmarks" / "records" / "kinds.csv.gz"
 MODELS = {
     "base": "base",
     "books-64": "books, next-token loss",
+    "plain-64": "the same places of the books, not repeated",
     "control-64": "recalled text, next-token loss",
     "attn-prefix-64": "recalled text, `attn-prefix`, weight 1",
     "attn-prefix-w0.1-64": "recalled text, `attn-prefix`, weight .1",
@@ -34,6 +35,7 @@ COMPARED = [
     ("control-64", "base"),
     ("books-64", "base"),
     ("control-64", "books-64"),
+    ("control-64", "plain-64"),
     ("attn-prefix-64", "control-64"),
 ]
 """Pairs of models whose difference the table shows, as the mean over the seeds that both have."""
