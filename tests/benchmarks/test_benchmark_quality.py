@@ -1,6 +1,8 @@
 """The joint report of KL on several models."""
 
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 import leaderboard
 import numpy as np
@@ -10,6 +12,7 @@ import questions
 from named_models import NamedModel, parse_models
 from quality import makes_cache, report, report_kinds, table, written
 
+from kvcat.errors import InputError
 from kvcat.stats.intervals import ClusterBootstrap
 from tiny import refusal
 
@@ -106,3 +109,25 @@ def test_an_unknown_method_is_rejected_before_a_model_is_loaded(
     out = ["--model", "no-such-model", "--out", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", [benchmark.__name__, *arguments, *out])
     assert "no compressor 'no-such-method'" in refusal(benchmark.main)
+
+
+def test_a_method_that_cannot_compress_the_model_is_left_out_and_the_others_go_on(
+    monkeypatch, capsys
+):
+    def measured(_traces, method, _way, keeps):
+        if method == "no-windows":
+            raise InputError("it compresses all layers or none")
+        for keep in keeps:
+            yield {"keep": keep}
+
+    named = SimpleNamespace(label="m", tokenizer=None, load_for=lambda _: None)
+    window = SimpleNamespace(kind="prose", document="d", tokens=lambda *_: [])
+    options = SimpleNamespace(
+        methods=["no-windows", "h2o"], ways=["suffix"], keep=[0.1], prefix=4, peer=None, out=Path()
+    )
+    monkeypatch.setattr(quality, "measure", measured)
+    monkeypatch.setattr(quality, "method_of", lambda spec, _: spec)
+    monkeypatch.setattr(quality, "encoder", lambda _: None)
+    records = list(quality.run(named, [window, window], options, set()))
+    assert [(record["method"], record["window"]) for record in records] == [("h2o", 0), ("h2o", 1)]
+    assert capsys.readouterr().err.count("no-windows is left out: it compresses all") == 1
