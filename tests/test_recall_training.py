@@ -55,6 +55,23 @@ def test_every_sequence_is_a_passage_the_instruction_and_the_same_tokens_again(
         assert json.loads(line)["text"].count(INSTRUCTION) == 1
 
 
+def test_the_control_has_the_text_of_the_same_places_without_a_repetition(
+    recalled, tiny_folder, tmp_path
+):
+    options = ["--model", tiny_folder, "--seq-len", 256, "--plain", "-o", tmp_path / "plain.jsonl"]
+    script("recall.py", recalled.with_name("a.txt"), *options)
+    encode = TextEncoder(load_tokenizer(str(tiny_folder)))
+    plain, twice = (
+        [json.loads(line)["text"] for line in file.read_text().splitlines()]
+        for file in (tmp_path / "plain.jsonl", recalled)
+    )
+    assert len(plain) == len(twice)
+    for text, repeated in zip(plain, twice, strict=True):
+        assert text.startswith(repeated.partition(INSTRUCTION)[0])
+        assert INSTRUCTION not in text
+        assert len(encode(text)) == 255
+
+
 @pytest.mark.slow
 def test_only_the_weights_with_the_words_in_their_names_are_trained(
     recalled, tiny_folder, tmp_path

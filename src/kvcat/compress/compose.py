@@ -59,8 +59,8 @@ def compose(
         InputError: no caches; a cache of another model or batch; keys that cannot be rotated; a
             seam of tokens that a cache does not record; a later document that opens a chat turn;
             more tokens than the model has positions, or than a sliding window in which they were
-            compressed; or a refit of other documents, of protected
-            slots, or of other layers or rotary factors than the caches have.
+            compressed; or a refit of other documents, of protected slots, or of other layers or
+            rotary factors than the caches have.
     """
     _check(model, caches, seam_tokens)
     check_states(model, caches)
