@@ -81,7 +81,7 @@ CELL = (
     "model", "dtype", "cpu", "document", "tokens", "method", "keep", "reading", "trace",
     "method_seconds", "peak", "dense_bytes", "bytes", "kl",
 )  # fmt: skip
-KEY = ["model", "document", "tokens", "method", "keep", "question"]
+KEY = ["model", "dtype", "document", "tokens", "method", "keep", "question"]
 LATER = 256
 ONE_FIT = "one-fit"
 IN_PIECES = "in-pieces"
@@ -350,9 +350,9 @@ def put_away(options: argparse.Namespace) -> None:
     new = pd.concat([rows_of(read_jsonl(file)) for file in options.collect])
     rows = add_to_table("long", new, KEY)
     commands = []
-    for model, of_model in rows[rows["method"] != DENSE].groupby("model", sort=False):
+    measured = rows[rows["method"] != DENSE]
+    for (model, dtype), of_model in measured.groupby(["model", "dtype"], sort=False):
         command = f"python benchmarks/long_documents.py --model {model} --data books.parquet"
-        dtype = of_model["dtype"].iloc[0]
         command += f" --dtype {dtype}" if dtype != "float32" else ""
         for option, column in (("tokens", "tokens"), ("keep", "keep"), ("methods", "method")):
             command += f" --{option} {' '.join(map(str, of_model[column].unique()))}"
@@ -435,18 +435,18 @@ def page_table() -> str:
 
 
 def picture(shown: pd.DataFrame) -> bytes:
-    """Right answers, time and memory against the tokens of the document, a row for each model.
+    """Right answers, time and memory by the tokens of the document, a row for each model and type.
 
     The picture holds the hash of its numbers, by which it is checked.
     """
-    models = list(shown["model"].unique())
+    models = list(shown.groupby(["model", "dtype"], sort=False))
     figure, axes = plt.subplots(
         len(models), 3, figsize=(10.5, 3.6 * len(models)), layout="constrained", squeeze=False
     )
     methods = list(shown["method"].unique())
-    for row, model in zip(axes, models, strict=True):
+    for row, ((model, dtype), of_model) in zip(axes, models, strict=True):
         for index, method in enumerate(methods):
-            curve = shown[(shown["model"] == model) & (shown["method"] == method)]
+            curve = of_model[of_model["method"] == method]
             value = curve["right"] / curve["asked"]
             style = {
                 "label": LABELS.get(method, method),
@@ -464,8 +464,8 @@ def picture(shown: pd.DataFrame) -> bytes:
             row[2].plot(curve["tokens"], curve["memory"], **style)
         titles = ("right answers, per cent", "time, readings of the text", "memory, whole caches")
         for axis, title in zip(row, titles, strict=True):
-            ticks = sorted(shown["tokens"][shown["model"] == model].unique())
-            axis.set(xscale="log", title=title, xlabel=f"tokens of the document ({model})")
+            ticks = sorted(of_model["tokens"].unique())
+            axis.set(xscale="log", title=title, xlabel=f"tokens ({model}, {dtype})")
             axis.set_xticks(ticks, [f"{tick:,}" for tick in ticks], rotation=30)
             axis.minorticks_off()
             axis.set_ylim(bottom=0)

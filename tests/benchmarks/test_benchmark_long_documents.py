@@ -1,9 +1,14 @@
 """The table of long documents is that of its records."""
 
+from argparse import Namespace
+
+import leaderboard
 import long_documents
 import pandas as pd
 import pytest
 from leaderboard import RECORDS, shows, with_tables
+
+from kvcat.files import append_jsonl, read_json
 
 
 def test_the_page_shows_the_records():
@@ -29,3 +34,18 @@ def test_a_row_counts_the_answers_that_the_whole_cache_has_right():
     assert float(line.split("|")[5]) == pytest.approx(
         (of_snapkv["trace"] / of_snapkv["reading"]).mean(), abs=0.05
     )
+
+
+def test_one_model_in_two_types_is_two_measurements(tmp_path, monkeypatch):
+    for module in (leaderboard, long_documents):
+        monkeypatch.setattr(module, "RECORDS", tmp_path)
+    cell = {"model": "m", "document": 0, "tokens": 64, "method": "h2o", "keep": 0.1, "right": [1]}
+    options = Namespace(collect=[tmp_path / "new.jsonl"], date="today")
+    for dtype in ("bfloat16", "float32"):
+        append_jsonl(options.collect[0], cell | {"dtype": dtype})
+    long_documents.put_away(options)
+    rows = pd.read_csv(tmp_path / "long.csv.gz")
+    assert rows["dtype"].tolist() == ["bfloat16", "float32"]
+    command = read_json(tmp_path / "long.json")["command"]
+    assert command.count("--model m ") == 2
+    assert command.count("--dtype bfloat16") == 1
