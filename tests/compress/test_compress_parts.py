@@ -23,6 +23,7 @@ from kvcat.compress.parts import num_positions_in_parts, repeated_tokens, trace_
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
 from kvcat.compress.segments import Segments, split_prefix
+from kvcat.errors import InputError
 from tiny import refusal
 
 TEXT = 48
@@ -271,7 +272,7 @@ def test_a_text_that_leaves_no_room_for_a_part_is_rejected_with_what_can_be_done
     config = replace_positions(model.config, 200)
     ids = torch.zeros(1, 305, dtype=torch.long)
     long = replace(sequence, input_ids=ids, prefix_len=150, supervision_start=155)
-    assert num_positions_in_parts(long, 200) == 150 + 5 + 16 + 50  # at least 64 tokens a part
+    assert num_positions_in_parts(long, 200) == 150 + 5 + 16 + 64  # at least 64 tokens a part
     assert num_positions_in_parts(long, 260) == 150 + 5 + 16 + 75  # as large as the model allows
     assert num_positions_in_parts(long, 305) == 305
     assert num_positions_in_parts(long, 305, part_tokens=40) == 150 + 5 + 16 + 38
@@ -284,6 +285,29 @@ def test_a_text_that_leaves_no_room_for_a_part_is_rejected_with_what_can_be_done
     assert "split it into several" in refusal(
         check_length, config, far, "reconstruction", in_parts=True
     )
+
+
+@pytest.mark.parametrize("positions", [60, 120, 200, 400])
+@pytest.mark.parametrize("opening", [0, 3])
+def test_a_text_is_rejected_if_it_is_longer_than_the_advice_says(
+    model, sequence, positions, opening
+):
+    config = replace_positions(model.config, positions)
+
+    def advice(num_tokens: int) -> int | None:
+        ids = torch.zeros(1, 2 * num_tokens + 5 - opening, dtype=torch.long)
+        start = num_tokens + 5
+        text = replace(sequence, input_ids=ids, prefix_len=num_tokens, supervision_start=start)
+        try:
+            check_length(config, text, "reconstruction", in_parts=True)
+        except InputError as error:
+            return int(re.findall(r"shorten the text to (\d+)", str(error))[0])
+        return None
+
+    advised = [advice(num_tokens) for num_tokens in range(opening + 1, positions + 20)]
+    (longest,) = {number for number in advised if number is not None}
+    num_fitting = longest - opening
+    assert advised == [None] * num_fitting + [longest] * (len(advised) - num_fitting)
 
 
 @pytest.mark.parametrize("positions", [200, 201])

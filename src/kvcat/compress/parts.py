@@ -50,14 +50,19 @@ def num_positions_in_parts(
     """The positions that a model needs to read a text and to repeat it part by part."""
     num_copied = sequence.input_ids.shape[1] - sequence.supervision_start
     count = num_parts(sequence, positions, part_tokens)
-    lead = LEAD if count > 1 else 0
-    return sequence.supervision_start + lead + -(-num_copied // count)
+    if count == 1:
+        return sequence.input_ids.shape[1]
+    num_before = sequence.supervision_start + LEAD
+    is_full = positions - num_before < _LEAST_TOKENS
+    return num_before + (_LEAST_TOKENS if is_full else -(-num_copied // count))
 
 
 def longest_text(sequence: Reconstruction, positions: int) -> int:
-    """The tokens of the longest text that can be read and repeated in parts."""
-    num_instruction = sequence.supervision_start - sequence.prefix_len
-    return positions - num_instruction - LEAD - _LEAST_TOKENS
+    """The tokens of the longest text that can be read and repeated, in parts or at once."""
+    num_between = sequence.supervision_start - sequence.prefix_len
+    num_opening = sequence.prefix_len - (sequence.input_ids.shape[1] - sequence.supervision_start)
+    at_once = min((positions - num_between + num_opening) // 2, PART_TOKENS + num_opening)
+    return max(at_once, positions - num_between - LEAD - _LEAST_TOKENS)
 
 
 @torch.no_grad()
