@@ -300,8 +300,13 @@ def _sizes(marks: pd.DataFrame) -> tuple[list[str], list[float]]:
 
 
 def _by_condition(marks: pd.DataFrame) -> list[str]:
-    """A sentence about the questions, and the table of conditions and sizes."""
+    """A sentence about the questions, and the table of conditions and sizes.
+
+    A size at which one condition alone was asked, and not the first, is in the table by bytes.
+    """
     conditions, keeps = _sizes(marks)
+    names = {keep: [name for name in conditions if (name, keep) in marks.columns] for keep in keeps}
+    keeps = [keep for keep in keeps if conditions[0] in names[keep] or len(names[keep]) > 1]
     good = of_kind(marks, above_floor(marks))
     if good.empty:
         return [f"No kind is above the floor yet: {len(set(documents(marks)))} documents."]

@@ -3,6 +3,7 @@
 import random
 import re
 
+import pandas as pd
 import pytest
 import question_set
 from kinds import ALL_KINDS, COMPLETION, HALVES, KINDS, NAMES, Asked, Draw, completion, spread
@@ -153,6 +154,26 @@ def test_a_repetition_as_the_answer_begins_after_the_turn_of_the_assistant():
 def test_the_page_has_the_tables_that_its_records_give():
     page = question_set.PAGE.read_text(encoding="utf-8")
     assert with_tables(page, {"kinds": question_set.page_table()}) == page
+
+
+def test_a_size_of_one_method_that_is_not_the_first_is_in_the_table_by_bytes_alone():
+    first, in_4_bits = (
+        "attention-matching@reconstruction",
+        "attention-matching,bits=4@reconstruction",
+    )
+    cells = [("dense", 1.0), ("no document", 0.0), (first, 0.1), (in_4_bits, 0.1), (in_4_bits, 0.2)]
+    rows = [
+        {"document": f"held-out-600-1-{document}", "condition": name, "keep": keep}
+        | {"kind": "phone", "question": 0, "right": float(name != "no document")}
+        for document in range(4)
+        for name, keep in cells
+    ]
+    marks = question_set.marks_of(pd.DataFrame(rows))
+    by_condition = "\n".join(question_set._by_condition(marks))
+    assert "| slots kept | 10 % |\n" in by_condition
+    by_bytes = "\n".join(question_set._by_bytes(marks, 600))
+    assert by_bytes.count("4 bits, 10 % of the slots") == 1
+    assert by_bytes.count("4 bits, 20 % of the slots") == 1
 
 
 def test_the_readme_calls_a_difference_to_kvzip_chance_only_where_the_table_does():
