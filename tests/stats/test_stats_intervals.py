@@ -151,11 +151,13 @@ def test_one_document_gives_a_figure_without_an_interval():
 def test_an_infinite_resample_counts_as_the_largest_and_an_infinite_figure_has_no_interval():
     first = np.arange(1.0, 7.0)
     often = ClusterBootstrap(names(6))
-    ratio = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.eye(6)[0])
-    assert np.isinf(ratio.values).mean() == pytest.approx((5 / 6) ** 6, abs=0.02)
-    estimate = often.estimate(ratio)
-    assert estimate.low == -np.inf  # a third of the resamples lie above every figure
-    assert estimate.high > ratio.value
+    for number, size in ((0, 1.0), (5, 0.1), (0, 0.1)):  # the sums of the last leave no exact 0
+        second = size * np.eye(6)[number]
+        ratio = often.of_means(np.asarray, first) / often.of_means(np.asarray, second)
+        assert np.isinf(ratio.values).mean() == pytest.approx((5 / 6) ** 6, abs=0.02)
+        estimate = often.estimate(ratio)
+        assert estimate.low == -np.inf  # a third of the resamples lie above every figure
+        assert estimate.high > ratio.value
     infinite = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.zeros(6))
     assert np.isnan(often.estimate(infinite).low)
 
