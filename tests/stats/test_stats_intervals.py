@@ -311,6 +311,15 @@ def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
     )
 
 
+def test_a_document_is_one_answer_if_all_scores_differ_by_the_same_whatever_rounding_leaves():
+    for first, second in [(1.0, 0.4), (0.3, 0.1), (1 / 3, 0.0)]:
+        clustered, alone = (
+            share_difference(np.full(count, first), np.full(count, second), names(count, each))
+            for count, each in [(24, 6), (4, 1)]
+        )
+        assert (clustered.low, clustered.high) == pytest.approx((alone.low, alone.high))
+
+
 SIZES = {
     "unequal": [1] * 4 + [4] * 4 + [12] * 4,
     "twelve of 12": [12] * 12,
