@@ -232,6 +232,27 @@ def test_a_swap_p_value_equals_scipys_permutation_test():
     assert drawn == pytest.approx(theirs.pvalue, abs=0.06)
 
 
+def test_an_exchange_that_divides_by_0_is_one_of_all_exchanges():
+    losses = np.full(10, 1), np.full(10, 50)
+    gains = np.array([2] * 5 + [-1] * 5), np.array([1] * 5 + [0] * 5)  # 0 if 5 are exchanged
+    sizes = []
+    for swapped in itertools.product([False, True], repeat=10):
+        sums = [
+            np.where(swapped, *pair[::way]).sum() for pair in (losses, gains) for way in (1, -1)
+        ]
+        ratios = [
+            math.inf if gain == 0 else loss / gain
+            for loss, gain in zip(sums[:2], sums[2:], strict=True)
+        ]
+        sizes.append(abs(ratios[0] - ratios[1]))
+    expected = np.mean(np.array(sizes) >= sizes[0] - 1e-9)
+    assert math.inf in sizes
+    assert expected < 0.6
+    for scale in (1.0, 0.1):  # whose sums leave no exact 0
+        first, second = ([losses[place], scale * gains[place]] for place in (0, 1))
+        assert swap_p_value(np.divide, first, second, names(10)) == expected
+
+
 def test_documents_are_swapped_whole_and_all_in_favour_of_one_model_is_the_smallest_p():
     first = np.arange(24.0)
     assert swap_p_value(np.asarray, [first], [first + 1.0], names(24, 4)) == 2 / 2**6
