@@ -119,9 +119,9 @@ class Asked:
 
 def normalised(text: str) -> str:
     """Lower case without accents, punctuation and articles; numbers up to 99 in digits."""
-    text = unicodedata.normalize("NFKD", text.lower())
+    text = re.sub(r"(?<=\d)[,\u202f](?=\d{3})", "", text.lower())  # NFKD makes blanks of U+202F
+    text = unicodedata.normalize("NFKD", text)
     text = "".join(letter for letter in text if not unicodedata.combining(letter))
-    text = re.sub(r"(?<=\d)[,\u202f](?=\d{3})", "", text)
     words: list[str] = []
     for word in re.sub(r"[^\w]+", " ", text).split():
         if word in ("a", "an", "the"):

@@ -27,6 +27,7 @@ def asked(*wanted, unwanted=(), rule="sentence"):
         (asked(("48213",)), " 48213. The number of Peter is 77777.", True),
         (asked(("48213",)), " 482135.", False),
         (asked(("48213",)), " 48,213", True),
+        (asked(("48213",)), " 48\u202f213", True),
         (asked(("48213",)), " 11111. It is 48213.", False),  # in the second sentence
         (asked(("Anna",)), "\nANNA, of course", True),
         (asked(("Anna",)), " Annabel.", False),

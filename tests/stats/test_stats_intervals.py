@@ -151,11 +151,13 @@ def test_one_document_gives_a_figure_without_an_interval():
 def test_an_infinite_resample_counts_as_the_largest_and_an_infinite_figure_has_no_interval():
     first = np.arange(1.0, 7.0)
     often = ClusterBootstrap(names(6))
-    ratio = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.eye(6)[0])
-    assert np.isinf(ratio.values).mean() == pytest.approx((5 / 6) ** 6, abs=0.02)
-    estimate = often.estimate(ratio)
-    assert estimate.low == -np.inf  # a third of the resamples lie above every figure
-    assert estimate.high > ratio.value
+    for number, size in ((0, 1.0), (5, 0.1), (0, 0.1)):  # the sums of the last leave no exact 0
+        second = size * np.eye(6)[number]
+        ratio = often.of_means(np.asarray, first) / often.of_means(np.asarray, second)
+        assert np.isinf(ratio.values).mean() == pytest.approx((5 / 6) ** 6, abs=0.02)
+        estimate = often.estimate(ratio)
+        assert estimate.low == -np.inf  # a third of the resamples lie above every figure
+        assert estimate.high > ratio.value
     infinite = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.zeros(6))
     assert np.isnan(often.estimate(infinite).low)
 
@@ -228,6 +230,27 @@ def test_a_swap_p_value_equals_scipys_permutation_test():
     assert swap_p_value(np.asarray, [first], [second], names(9)) == pytest.approx(theirs.pvalue)
     drawn = swap_p_value(np.asarray, [first], [second], names(9), num_swaps=500)
     assert drawn == pytest.approx(theirs.pvalue, abs=0.06)
+
+
+def test_an_exchange_that_divides_by_0_is_one_of_all_exchanges():
+    losses = np.full(10, 1), np.full(10, 50)
+    gains = np.array([2] * 5 + [-1] * 5), np.array([1] * 5 + [0] * 5)  # 0 if 5 are exchanged
+    sizes = []
+    for swapped in itertools.product([False, True], repeat=10):
+        sums = [
+            np.where(swapped, *pair[::way]).sum() for pair in (losses, gains) for way in (1, -1)
+        ]
+        ratios = [
+            math.inf if gain == 0 else loss / gain
+            for loss, gain in zip(sums[:2], sums[2:], strict=True)
+        ]
+        sizes.append(abs(ratios[0] - ratios[1]))
+    expected = np.mean(np.array(sizes) >= sizes[0] - 1e-9)
+    assert math.inf in sizes
+    assert expected < 0.6
+    for scale in (1.0, 0.1):  # whose sums leave no exact 0
+        first, second = ([losses[place], scale * gains[place]] for place in (0, 1))
+        assert swap_p_value(np.divide, first, second, names(10)) == expected
 
 
 def test_documents_are_swapped_whole_and_all_in_favour_of_one_model_is_the_smallest_p():
@@ -307,6 +330,15 @@ def test_a_difference_of_shares_is_agresti_and_mins_by_hand():
     assert (difference.low, difference.high) == pytest.approx(
         (mean - 1.959964 * error, mean + 1.959964 * error)
     )
+
+
+def test_a_document_is_one_answer_if_all_scores_differ_by_the_same_whatever_rounding_leaves():
+    for first, second in [(1.0, 0.4), (0.3, 0.1), (1 / 3, 0.0)]:
+        clustered, alone = (
+            share_difference(np.full(count, first), np.full(count, second), names(count, each))
+            for count, each in [(24, 6), (4, 1)]
+        )
+        assert (clustered.low, clustered.high) == pytest.approx((alone.low, alone.high))
 
 
 SIZES = {

@@ -171,18 +171,21 @@ class ClusterBootstrap:
     ) -> Draws:
         """``function`` of the columns' means over windows and seeds, element by element."""
         means = []
-        offsets = []
+        points = []
         seed_moves = []
         for column in columns:
             offset = column.flat[0]  # keeps constant columns exactly constant
             rows = np.atleast_2d(column) - offset  # (seeds, windows)
             sums = np.bincount(self._document_of, weights=rows.mean(axis=0))
-            means.append(_Mean(sums, sums @ self._counts / self._num_windows))
-            offsets.append(offset)
+            mean = _Mean(sums, sums @ self._counts / self._num_windows)
+            means.append(mean)
+            point = mean.values + offset
+            # what rounding leaves of 0 would be divided by
+            point[np.abs(point) < _ROUNDING * np.abs(column).max()] = 0.0
+            points.append(point)
             seed_means = rows.mean(axis=1)
             seed_moves.append(seed_means - seed_means.mean())
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            points = [mean.values + offset for mean, offset in zip(means, offsets, strict=True)]
             values = np.asarray(function(*points), dtype=np.float64)
             slopes = tuple(_slope(function, points, index) for index in range(len(points)))
         slopes_of_data = np.array([slope[0] for slope in slopes])

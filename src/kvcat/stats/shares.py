@@ -7,6 +7,8 @@ from jaxtyping import Float
 
 from kvcat.stats.intervals import NORMAL_QUANTILE, Array, Estimate, Names, student_quantile
 
+_ROUNDING = 1e-12
+
 
 def wilson(
     successes: float | int, num_trials: float | int, *, quantile: float = NORMAL_QUANTILE
@@ -109,7 +111,7 @@ def share_difference(
     differences = first - second
     value = float(differences.mean())
     square = float((differences**2).mean())
-    if square == value**2:  # all examples differ by the same
+    if np.ptp(differences) < _ROUNDING:  # all examples differ by the same
         num_effective, quantile = float(len(set(documents))), NORMAL_QUANTILE
     else:
         num_effective, quantile = effective_answers(differences, documents, square - value**2)
