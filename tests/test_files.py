@@ -1,5 +1,6 @@
 """Files are complete or absent, logs survive a kill, and a folder has one writer."""
 
+import errno
 import os
 import resource
 import subprocess
@@ -16,6 +17,7 @@ from kvcat.files import (
     append_jsonl,
     atomic_write,
     claim_folder,
+    expanded,
     full_path,
     one_writer,
     read_json,
@@ -45,6 +47,26 @@ def test_a_failed_write_keeps_the_old_file_and_leaves_nothing_behind_and_a_folde
             partial.mkdir()
             (partial / name).write_text(name)
     assert [file.name for file in (tmp_path / "folder").iterdir()] == ["new"]
+
+
+def test_a_file_system_that_removes_nothing_is_named_with_the_file_and_not_with_its_temporary_one(
+    tmp_path, monkeypatch
+):
+    """A read-only file system rejects the removal of what does not exist, too."""
+
+    def unlink(path, **_):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(InputError, match=r"^cannot write [^ ]*/a\.json: Read-only file system$"):
+        write_json(tmp_path / "a.json", {"a": 1})
+
+
+def test_a_tilde_is_a_home_folder_and_one_before_the_name_of_no_user_is_a_tilde(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    for text, path in (("~/a", "/home/me/a"), ("~", "/home/me"), ("~no user/a", "~no user/a")):
+        assert expanded(text) == expanded(Path(text)) == Path(path)
+    assert full_path("~no user/a") == Path.cwd() / "~no user" / "a"
 
 
 def test_numpy_that_finds_no_room_is_explained(tmp_path):

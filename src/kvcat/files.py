@@ -20,7 +20,7 @@ import threading
 import tomllib
 import zlib
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +80,8 @@ def atomic_write(target: Path) -> Iterator[Path]:
         partial.replace(target)
         _sync(target.parent)
     except BaseException as error:
-        _remove(partial)
+        with suppress(OSError, ValueError):  # what could not be made need not be removed
+            _remove(partial)
         if isinstance(error, OSError | SafetensorError):
             raise WriteError(f"cannot write {target}: {reason(error)}") from error
         raise
@@ -133,10 +134,18 @@ def resolved(path: Path) -> Path:
     return target
 
 
+def expanded(path: str | Path) -> Path:
+    """The path with a home folder in place of ``~`` or ``~user``, as a shell writes it.
+
+    A name of no user stays as it is.
+    """
+    return Path(os.path.expanduser(path))
+
+
 def full_path(path: str | Path) -> Path:
     """The absolute path without links; ``InputError`` for circular links."""
     try:
-        return Path(path).expanduser().resolve()
+        return expanded(path).resolve()
     except (OSError, RuntimeError):
         raise InputError(f"{path} is a link that leads back to itself") from None
 

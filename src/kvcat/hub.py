@@ -20,7 +20,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 from huggingface_hub.utils import get_session
 
 from kvcat.errors import InputError, did_you_mean, one_line
-from kvcat.files import read_json
+from kvcat.files import expanded, read_json
 
 BASE_NAME = "kvcat-base"
 SMOLLM2 = "smollm2-135m"
@@ -41,7 +41,7 @@ def models_home() -> Path:
     if not home:
         cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
         home = Path(cache) / "kvcat"
-    return Path(home).expanduser() / "models"
+    return expanded(home) / "models"
 
 
 def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
@@ -55,7 +55,7 @@ def local_folder(name_or_path: str | Path, *, weights: bool = True) -> Path:
     Raises:
         InputError: no such model, or no connection to the Hub, within seconds.
     """
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     name = str(name_or_path)
     if path.exists():
         return _check_model_path(path, name)

@@ -113,6 +113,19 @@ def test_chat_answers_line_by_line_and_saves_the_conversation(
     assert said.out.startswith(messages[1]["content"] + "\n")
 
 
+@pytest.mark.parametrize("name", ["n" * 300, "a\0b", "~no user\0", "folder"])
+def test_a_conversation_that_cannot_be_saved_to_a_name_goes_on(
+    name, tiny_folder, store, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"the cat\n/save {name}\n/save talk.json\n"))
+    words = ["chat", tiny_folder, "--store", store, "--id", "a/1", "--max-new-tokens", 5]
+    assert kvcat(*words) == 2
+    assert ("exists" if name == "folder" else "cannot write ") in capsys.readouterr().err
+    assert len(json.loads((tmp_path / "talk.json").read_text())["messages"]) == 2
+
+
 def test_questions_from_a_file_of_another_system_are_those_of_their_lines(
     tiny_folder, store, tmp_path, capsys, monkeypatch
 ):

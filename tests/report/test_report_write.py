@@ -227,6 +227,19 @@ def test_the_page_begins_with_one_sentence_on_the_outcome(report, tmp_path):
     assert (len(of_models), len(of_methods)) == (1, 1)
 
 
+def test_a_share_is_in_per_cent_in_the_sentence_and_has_one_unit_in_the_caption(tmp_path):
+    folder = write_results(tmp_path / "needle", made_up_needle(("base",)), "needle")
+    page = write_report([folder], tmp_path / "out")
+    (sentence,) = sentences(page)
+    figure = r"\d+\.\d % \[\d+\.\d, \d+\.\d\]"
+    pattern = rf"At \d+ % of the slots, the exact match of gradient is {figure}\."
+    assert re.fullmatch(pattern, sentence), sentence
+    text = page.read_text()
+    assert "exact match (%) by method and share of the slots kept." in text
+    captions = (page.parent / "tables").glob("*.md")
+    assert not any("()" in caption.read_text() for caption in captions)
+
+
 def test_models_are_shown_even_if_another_one_was_stopped_in_its_baselines(tmp_path):
     records = made_up_needle(per_depth=4)
     stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]

@@ -9,7 +9,7 @@ from kvcat import option_types as opt
 from kvcat.cli import early
 from kvcat.cli.options import check_output
 from kvcat.errors import InputError
-from kvcat.files import check_new_folder
+from kvcat.files import check_new_folder, expanded
 from kvcat.options import SEAM_TOKENS
 
 if TYPE_CHECKING:
@@ -209,7 +209,7 @@ def info(file: opt.Several[str], /, id: opt.Unset[str] = None, json: bool = Fals
     if not file:
         raise InputError("no cache file: name one or several, or a store")
     first, *others = file
-    is_store = "://" in first or Path(first).expanduser().is_dir()
+    is_store = "://" in first or expanded(first).is_dir()
     if is_store and others:
         raise InputError(f"{first} is a store: describe it alone")
     if id is not None and not is_store:

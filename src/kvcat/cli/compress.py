@@ -76,7 +76,7 @@ def compress(
     cost = _Cost(loaded.device)
     with ExitStack() as bars:
         cache = compress_prepared(loaded, prepared, _progress(prepared, state, cost, bars))
-    cost.print(cache.num_tokens)
+    cost.print()
     cache.save(output)
     state.unlink(missing_ok=True)
     mean_slots = cache.mean_slots
@@ -124,15 +124,11 @@ class _Cost:
         self._reading += seconds
         self._whole_bytes += sum(states.nbytes for states in (*trace.keys, *trace.values))
 
-    def print(self, num_tokens: int) -> None:
-        """One line of what the document cost, and what 10,000 tokens would."""
+    def print(self) -> None:
+        """One line of what the document cost."""
         seconds = time.perf_counter() - self._begun
         reading = self._reading
-        per_token = 10_000 / num_tokens
-        line = (
-            f"{seconds:.1f} s, {seconds / reading:.1f} times reading alone ({reading:.1f} s)"
-            f"; {seconds * per_token:.0f} s for 10,000 tokens"
-        )
+        line = f"{seconds:.1f} s, {seconds / reading:.1f} times reading alone ({reading:.1f} s)"
         peak = self._peak.bytes()
         if peak is not None:
             ratio = peak / self._whole_bytes

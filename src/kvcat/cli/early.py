@@ -5,6 +5,7 @@ from pathlib import Path
 
 from kvcat.cli.names import method_names
 from kvcat.errors import InputError, unknown_name
+from kvcat.files import expanded
 from kvcat.options import parse_spec
 from kvcat.settings import Sampling
 
@@ -23,7 +24,7 @@ def check_model(name: str) -> None:
 
 def check_tokenizer(name: str) -> None:
     """Reject a model as ``check_model`` does, but accept any folder, which may hold a tokenizer."""
-    if not Path(name).expanduser().is_dir():
+    if not expanded(name).is_dir():
         check_model(name)
 
 

@@ -21,7 +21,7 @@ from tyro import _strings as strings
 from kvcat.cli.names import method_lines
 from kvcat.cli.threads import THREADS
 from kvcat.errors import InputError, did_you_mean
-from kvcat.files import check_writable
+from kvcat.files import check_writable, expanded
 
 _MODEL_FILES = (
     "*config*.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*",
@@ -215,7 +215,7 @@ def check_output(file: Path, *, overwrite: bool, sources: Iterable[str | Path | 
         raise InputError(f"{file} exists; --overwrite replaces it")
     if file.exists() and not file.is_file():
         raise InputError(f"{file} is a device: name the file to write")
-    read = [Path(source).expanduser() for source in sources if source is not None]
+    read = [expanded(source) for source in sources if source is not None]
     if file.exists() and any(path.is_file() and file.samefile(path) for path in read):
         raise InputError(f"{file} is an input file: name another output file")
     is_of_model = any(fnmatch(file.name, pattern) for pattern in _MODEL_FILES)

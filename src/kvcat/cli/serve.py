@@ -239,17 +239,23 @@ class _Conversation:
             self.saved.clear()
             self.session = copy.copy(self.empty)
         elif command == "/save" and argument:
-            self._save(Path(argument.strip()).expanduser())
+            self._save(argument.strip())
         else:
             raise InputError(f"{line.strip()[:40]} is not a command: {_HELP}")
 
-    def _save(self, path: Path) -> None:
+    def _save(self, name: str) -> None:
         """Write the conversation to a new file, or to one of its earlier files."""
-        from kvcat.files import write_text
+        from kvcat.files import expanded, reason, write_text
 
-        if path.exists() and path.resolve() not in self.saved:
-            raise InputError(f"{path} exists: name a new file")
         content = json.dumps({"messages": self.messages}, indent=2, ensure_ascii=False)
-        write_text(path, content + "\n")
+        try:
+            path = expanded(name)
+            if path.exists() and path.resolve() not in self.saved:
+                raise InputError(f"{path} exists: name a new file")
+            write_text(path, content + "\n")
+        except InputError:
+            raise
+        except (OSError, ValueError) as error:  # no name of a file: too long, a zero byte
+            raise InputError(f"cannot write {name[:80]!r}: {reason(error)}") from None
         self.saved.add(path.resolve())
         print(f"{path}: {len(self.messages)} messages", file=sys.stderr)

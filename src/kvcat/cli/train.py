@@ -223,10 +223,11 @@ def prepare(
 
     from kvcat.data import prepare
     from kvcat.models import load_tokenizer
+    from kvcat.progress import disable_bar
 
     loaded_tokenizer = load_tokenizer(tokenizer)
 
-    with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=None) as bar:
+    with tqdm(total=max_tokens, unit=" tokens", unit_scale=True, disable=disable_bar()) as bar:
 
         def show(num_tokens: int) -> None:
             bar.update(num_tokens - bar.n)

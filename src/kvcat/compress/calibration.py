@@ -27,7 +27,7 @@ from kvcat.compress.queries import fitted_queries
 from kvcat.compress.trace import Trace
 from kvcat.compress.tracing import trace
 from kvcat.errors import InputError, whole
-from kvcat.files import read_json, write_json
+from kvcat.files import expanded, read_json, write_json
 from kvcat.models import model_name
 from kvcat.options import budget_files, typed_fields
 from kvcat.text.encoder import TextEncoder, opening_ids
@@ -288,7 +288,7 @@ def load_budgets(path: str | Path) -> CalibratedBudgets:
     Raises:
         InputError: as there.
     """
-    path = Path(path).expanduser()
+    path = expanded(path)
     status = path.stat()
     return _load(path.resolve(), (status.st_mtime_ns, status.st_size, status.st_ino))
 

@@ -15,6 +15,7 @@ from kvcat.compress.head_attention import DenseAttention, HeadBatch, PastAttenti
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.query_set import QuerySet
 from kvcat.memory import rows_per_chunk
+from kvcat.progress import disable_bar
 from kvcat.types import Float, Int, Tensor, at_least_float32
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ class Heads:
 
 def with_progress(groups: list[list[HeadIndex]], name: str) -> Iterator[list[HeadIndex]]:
     """The groups, with a progress bar in a terminal after two seconds; TQDM_DISABLE=1 hides it."""
-    yield from tqdm(groups, name, delay=2.0, disable=None, leave=False)
+    yield from tqdm(groups, name, delay=2.0, disable=disable_bar(), leave=False)
 
 
 def _by_value(values: Mapping[HeadIndex, T]) -> dict[T, list[HeadIndex]]:

@@ -20,6 +20,7 @@ from kvcat.compress.trace import LAST_POSITIONS, Reconstruction, Trace, TracedTe
 from kvcat.compress.tracing import kept_positions, read, split_layers
 from kvcat.memory import return_freed_memory
 from kvcat.models import capture, frozen, positions_of
+from kvcat.progress import disable_bar
 from kvcat.types import Int, Tensor
 
 PART_TOKENS = 1024
@@ -167,7 +168,7 @@ def _repeated(trace: Trace, sequence: Reconstruction, count: int) -> Iterator[Qu
         trace.model, read_only=True, any_length=True
     )
     ranges = list(pairwise(edges))
-    for start, stop in tqdm(ranges, "repeating", delay=2.0, disable=None, leave=False):
+    for start, stop in tqdm(ranges, "repeating", delay=2.0, disable=disable_bar(), leave=False):
         yield _repeated_part(trace, text_cache, sequence, start, stop, rounded=count > 1)
 
 

@@ -32,6 +32,7 @@ from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError
 from kvcat.memory import return_freed_memory
 from kvcat.models import model_name, positions_of
+from kvcat.progress import disable_bar
 
 PIECE_TOKENS = 2048
 """Most tokens of a text that are compressed at once."""
@@ -101,7 +102,9 @@ def compress_in_pieces(
     edges = [prefix_len * number // count for number in range(count + 1)]
     document: Any = None  # the cache of the pieces so far
     slots_of_first: FirstSlots = ()
-    for start, stop in tqdm(list(pairwise(edges)), "pieces", delay=2.0, disable=None, leave=False):
+    for start, stop in tqdm(
+        list(pairwise(edges)), "pieces", delay=2.0, disable=disable_bar(), leave=False
+    ):
         begun = time.perf_counter()
         state, _ = SessionState.empty(model, document).run(model, ids[0, start:stop])
         trace = state.trace(model, of_model, num_later=0)

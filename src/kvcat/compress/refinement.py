@@ -12,6 +12,7 @@ from kvcat.compress.head_attention import DenseAttention, HeadBatch
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.lbfgs import minimise
 from kvcat.errors import InputError
+from kvcat.progress import disable_bar
 from kvcat.types import Float, Tensor
 
 _LEAST_SHARE = 1e-6
@@ -264,7 +265,7 @@ def refine_layers(
     slots_of_heads = _slots_of_heads(start)
     sizes = {index: len(slots) for index, slots in slots_of_heads.items()}
     groups = heads.groups_for_fit(sizes)
-    for group in tqdm(groups, "refinement", delay=2.0, disable=None, leave=False):
+    for group in tqdm(groups, "refinement", delay=2.0, disable=disable_bar(), leave=False):
         layer, example, head = group[0]
         whole = heads.prefix.layers[layer].present_head(example, head)
         if sizes[group[0]] == len(whole):

@@ -18,6 +18,7 @@ from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.storage import open_storage
 from kvcat.corpus.store import open_writer
+from kvcat.files import expanded
 from kvcat.models import load, load_tokenizer, model_name, positions_of, read_config
 from kvcat.ray_cluster import (
     absolute,
@@ -101,7 +102,7 @@ def compress_on_ray(
         InputError: no cluster at the address; and as ``compress_corpus``.
     """
     store = absolute(store)
-    model = absolute(model) if Path(model).expanduser().exists() else model
+    model = absolute(model) if expanded(model).exists() else model
     files = corpus_files(str(source), text_column=text_column, id_column=id_column, store=store)
     corpus = Corpus.read(files)
     tokenizer = load_tokenizer(model)

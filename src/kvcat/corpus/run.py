@@ -19,6 +19,7 @@ from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.store import StoreWriter, open_writer
 from kvcat.errors import check_shard
 from kvcat.models import model_name, positions_of
+from kvcat.progress import disable_bar
 
 
 @dataclass(frozen=True)
@@ -179,7 +180,7 @@ class CorpusBar:
         self._bar: Any = tqdm(
             total=size.num_missing,
             desc="documents",
-            disable=not shown,
+            disable=disable_bar(not shown),
             mininterval=0.1 if sys.stderr.isatty() else 10.0,
             file=sys.stderr,
             bar_format="{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]",

@@ -19,7 +19,7 @@ from kvcat.data import (
     text_or_bytes,
 )
 from kvcat.errors import InputError, one_line
-from kvcat.files import MOST_TEXT_BYTES, full_path, parse_text
+from kvcat.files import MOST_TEXT_BYTES, expanded, full_path, parse_text
 from kvcat.hub import HUB_PREFIX
 from kvcat.text.encoder import repaired
 
@@ -135,7 +135,7 @@ def corpus_files(
         raise InputError(f"store {store} is inside the corpus {source}: choose another folder")
     files = open_source(source, also_text=_ALSO_TEXT).files
     known = tuple(suffix for suffixes in SUFFIXES.values() for suffix in suffixes)
-    if Path(source).expanduser().is_file() and not source.lower().endswith(known):
+    if expanded(source).is_file() and not source.lower().endswith(known):
         raise InputError(
             f"{source} is not a corpus: rows are in .jsonl or .parquet files, one document each in "
             f"text files ({', '.join(SUFFIXES['text'])})"
@@ -156,7 +156,7 @@ def left_out(source: str, files: Sequence[SourceFile]) -> list[Path]:
     """The files of a corpus' folder of kinds that are not documents, without hidden
     ones.
     """
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     if source.startswith(HUB_PREFIX) or not folder.is_dir():
         return []
     known = {Path(file.url) for file in files}

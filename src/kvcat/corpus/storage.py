@@ -17,6 +17,7 @@ from kvcat.files import (
     append_jsonl,
     atomic_write,
     check_no_link,
+    expanded,
     jsonl_bytes,
     make_folder,
     one_writer,
@@ -319,7 +320,7 @@ def open_storage(address: str | Path) -> Storage:
     if not text.strip():
         raise InputError("the address of the store is empty: name a folder or s3://BUCKET/STORE")
     if "://" not in text:
-        return LocalStorage(Path(text).expanduser())
+        return LocalStorage(expanded(text))
     try:
         filesystem, root = fsspec.core.url_to_fs(text)
     except ImportError as error:

@@ -25,7 +25,7 @@ import pyarrow
 from pyarrow import parquet
 
 from kvcat.errors import InputError, one_line
-from kvcat.files import MOST_TEXT_BYTES
+from kvcat.files import MOST_TEXT_BYTES, expanded
 from kvcat.hub import HUB_PREFIX, HubDataSet
 from kvcat.text.encoder import repaired
 
@@ -169,7 +169,7 @@ def open_source(
     local_name = name.removeprefix("stream:")
     if local_name == INSTALLED and name != INSTALLED:
         raise InputError(f"{READ_WHOLE}: give {INSTALLED}, not {name}")
-    path = Path(local_name).expanduser()
+    path = expanded(local_name)
     files = _installed_files() if local_name == INSTALLED else _local_files(path, also_text)
     return Source(name, tuple(files))
 

@@ -37,6 +37,7 @@ from kvcat.files import (
     WriteError,
     check_format,
     check_no_links,
+    expanded,
     one_writer,
     read_json,
     reason,
@@ -75,7 +76,7 @@ _INDEX = {
 
 def is_token_folder(path: str | Path) -> bool:
     """Whether a folder was made by ``prepare``."""
-    return (Path(path).expanduser() / TOKENS_INDEX).is_file()
+    return (expanded(path) / TOKENS_INDEX).is_file()
 
 
 class TokenTable:
@@ -194,7 +195,7 @@ def open_token_folder(folder: str | Path, encoder: Encoder, seq_len: int) -> Tok
         InputError: not such a folder, another format, another tokenizer, a truncated file, fewer
             tokens than one sequence. A damaged block is found when it is read.
     """
-    folder = Path(folder).expanduser()
+    folder = expanded(folder)
     index = _read_index(folder)
     if index["tokenizer"] != encoder.fingerprint:
         raise InputError(
@@ -278,7 +279,7 @@ def prepare(
     """
     if source == INSTALLED:
         raise InputError(f"{READ_WHOLE}: train with --data {INSTALLED}, which prepares nothing")
-    target = Path(folder).expanduser()
+    target = expanded(folder)
     if target.is_symlink():
         target = resolved(target)
     encoder = Encoder.of(tokenizer, bos)

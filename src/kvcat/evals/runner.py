@@ -32,6 +32,7 @@ from kvcat.evals.task import (
     manifest,
 )
 from kvcat.precision import tf32_facts, tf32_products
+from kvcat.progress import disable_bar
 from kvcat.provenance import provenance
 from kvcat.stats.records import Record, method_label
 
@@ -384,7 +385,9 @@ class _Run:
 def progress_bar(total: int, name: str, *, shown: bool = True) -> tqdm:
     """A progress bar on standard error, or a line every ten seconds if that is not a terminal."""
     seconds = 0.1 if sys.stderr.isatty() else 10.0
-    return tqdm(total=total, desc=name, disable=not shown, mininterval=seconds, file=sys.stderr)
+    return tqdm(
+        total=total, desc=name, disable=disable_bar(not shown), mininterval=seconds, file=sys.stderr
+    )
 
 
 def _configuration(

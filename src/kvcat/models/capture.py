@@ -31,6 +31,7 @@ from kvcat.errors import InputError
 from kvcat.memory import CHUNK_TOKENS
 from kvcat.models.rounded import Rounded
 from kvcat.models.structure import attention_child, decoder_layers, hidden_states
+from kvcat.progress import disable_bar
 from kvcat.types import Float, Int, Tensor, check_no_autocast
 
 
@@ -129,7 +130,7 @@ def capture(
         # a compact cache holds its factors itself in every forward
         held = None if isinstance(past, PrefixCache) else rope
         stack.enter_context(held_factors(model, held))
-        bar = tqdm(desc="reading", total=total, delay=2.0, disable=None, leave=False)
+        bar = tqdm(desc="reading", total=total, delay=2.0, disable=disable_bar(), leave=False)
         stack.enter_context(bar)
         recording = _Recording(
             type(model).__name__,

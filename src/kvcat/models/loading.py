@@ -31,6 +31,7 @@ from kvcat.files import (
     atomic_write,
     check_new_folder,
     check_sums,
+    expanded,
     make_folder,
     read_json,
     write_sums,
@@ -99,7 +100,7 @@ def load_tokenizer(name_or_path: str | Path) -> Any:
         InputError: no such model, no tokenizer that transformers can load, or a .gguf file whose
             tokenizer splits or begins texts in a way that is not supported.
     """
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if not path.is_dir():
         path = local_folder(name_or_path, weights=False)
     check_sums(path, leave_out="*.safetensors")
@@ -142,7 +143,7 @@ def save(model: PreTrainedModel, tokenizer: Any, folder: str | Path) -> Path:
             transformers would write only the adapters.
     """
     check_no_adapters(model, "saved")
-    target = Path(folder).expanduser()
+    target = expanded(folder)
     check_new_folder(target)
     with atomic_write(target) as partial, _quiet():
         model.save_pretrained(partial)

@@ -3,7 +3,6 @@
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from kvcat.attention import exclusive
 from kvcat.errors import InputError
+from kvcat.files import expanded
 from kvcat.types import Float, Tensor
 
 _OUTPUT_PROJECTIONS = ("o_proj", "out_proj", "dense")
@@ -102,7 +102,7 @@ def model_name(model: PreTrainedModel) -> str:
     name = model.config.name_or_path
     if not name:
         return type(model).__name__
-    folder = Path(name).expanduser()
+    folder = expanded(name)
     return folder.resolve().name if folder.is_absolute() or folder.exists() else name
 
 

@@ -183,17 +183,19 @@ class Section:
         rows = rows.sort_values("value", ascending=metric.lower_is_better)
         if rows.empty:
             return ""
+        unit = " %" if metric.percent else ""
         figures = [
-            f"{row['method']} {row['figure'].text} {row['figure'].interval}".strip()
+            f"{row['figure'].text}{unit} {row['figure'].interval}".strip()
             for _, row in rows.iterrows()
         ]
+        methods = list(rows["method"])
         at_size = f"At {keep_label(keep_ratio)} of the slots" if self.results.methods else "Here"
         extreme = "lowest" if metric.lower_is_better else "highest"
         if len(figures) == 1:
-            return f"{at_size}, the {metric.label} is {figures[0]}."
-        return (
-            f"{at_size}, the {extreme} {metric.label} is that of {figures[0]}; next {figures[1]}."
-        )
+            of_method = f" of {methods[0]}" if methods[0] else ""
+            return f"{at_size}, the {metric.label}{of_method} is {figures[0]}."
+        first, second = (f"{methods[i]} {figures[i]}".strip() for i in (0, 1))
+        return f"{at_size}, the {extreme} {metric.label} is that of {first}; next {second}."
 
     @property
     def tiles(self) -> list["Tile"]:

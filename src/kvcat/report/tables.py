@@ -215,7 +215,8 @@ def overview_table(results: Results) -> Table:
                 keeps = map(keep_label, cells["keep_ratio"])
                 figures = dict(zip(keeps, cells["figure"], strict=True))
                 lines.append({"method": method, "model": model, **figures})
-    caption = f"{metric.heading} ({metric.unit}) by method and share of the slots kept."
+    unit = f" ({metric.unit})" if metric.unit else ""  # the heading of a share names it
+    caption = f"{metric.heading}{unit} by method and share of the slots kept."
     return _table(results, rows, "overview", f"{metric.label} by slots kept", caption, lines)
 
 

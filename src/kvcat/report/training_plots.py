@@ -84,6 +84,7 @@ def _draw_losses(
         if len(validation):
             axes.plot(validation["step"], validation[name], label=f"{label}, validation", **style)
     axes.set_xlabel("training step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("nats per token")
 
 
@@ -96,6 +97,7 @@ def _draw_kept(rows: pd.DataFrame, axes: Any) -> None:
         axes.plot(train["step"], _smoothed(train[name]), color=colour, linewidth=1.2, label=label)
     axes.set_ylim(0.0, 1.05)
     axes.set_xlabel("training step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_ylabel("kept fraction of tokens")
 
 

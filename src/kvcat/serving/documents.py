@@ -24,6 +24,7 @@ from kvcat.corpus import Store
 from kvcat.corpus.manifest import cache_file
 from kvcat.corpus.store import SETTINGS as STORE_SETTINGS
 from kvcat.errors import InputError
+from kvcat.files import expanded
 from kvcat.memory import return_freed_memory
 from kvcat.models import positions_of
 
@@ -295,7 +296,7 @@ def open_documents(address: str, config: PreTrainedConfig, fingerprints: Fingerp
     Raises:
         InputError: neither of the two, or a store of another model.
     """
-    folder = Path(address).expanduser()
+    folder = expanded(address)
     if "://" in address or (folder / STORE_SETTINGS).is_file():
         return DocumentStore(address, config, fingerprints)
     if not folder.is_dir():

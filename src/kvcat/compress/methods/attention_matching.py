@@ -26,6 +26,7 @@ from kvcat.compress.query_set import QuerySet
 from kvcat.compress.segments import Segments, is_split_for, split_prefix
 from kvcat.compress.solvers import check_ridge
 from kvcat.errors import InputError, check_in, check_one_of, did_you_mean
+from kvcat.files import expanded
 from kvcat.options import check_options
 
 BUDGETS = ("equal", "adaptive")
@@ -219,7 +220,7 @@ class AttentionMatching(_Options):
 
 def _check_budget_file(budgets: str) -> None:
     """Reject a text that is no way to allocate slots, and a file that holds no budgets."""
-    if not Path(budgets).expanduser().is_file():
+    if not expanded(budgets).is_file():
         choices = ", ".join(BUDGETS)
         raise InputError(
             f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}"
