@@ -281,9 +281,12 @@ def test_a_command_without_a_cache_is_told_the_options_that_it_has(tiny_folder, 
     assert "--store" not in message
 
 
+@pytest.mark.parametrize("is_long", [False, True])
 def test_a_document_is_repeated_in_parts_where_twice_its_length_is_too_long(
-    tiny_folder, tmp_path, capsys
+    is_long, tiny_folder, tmp_path, capsys, monkeypatch
 ):
+    if is_long:
+        monkeypatch.setattr("kvcat.compress.segments.SEGMENT_TOKENS", 60)
     document = tmp_path / "doc.txt"
     output = tmp_path / "c.safetensors"
     document.write_text("".join(sentences(7, seed=7)))
@@ -291,8 +294,9 @@ def test_a_document_is_repeated_in_parts_where_twice_its_length_is_too_long(
     cache = CompactCache.load(output)
     assert 2 * cache.num_tokens > 256 - 81 > cache.num_tokens  # the instruction has 81 tokens
     assert cache.record.supervision == "reconstruction"
-    cost = r"[\d.]+ s, [\d.]+ times reading alone \([\d.]+ s\)(; memory .*)?"
-    assert re.fullmatch(cost, capsys.readouterr().err.splitlines()[-1])
+    cost = r"[\d.]+ s, [\d.]+ times reading alone \([\d.]+ s\)"
+    cost += r"; \d+ s for 10,000 tokens" if is_long else ""
+    assert re.fullmatch(f"{cost}(; memory .*)?", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_the_cost_of_a_document_in_pieces_counts_the_reading_of_all_of_them(

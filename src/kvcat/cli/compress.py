@@ -76,7 +76,7 @@ def compress(
     cost = _Cost(loaded.device)
     with ExitStack() as bars:
         cache = compress_prepared(loaded, prepared, _progress(prepared, state, cost, bars))
-    cost.print()
+    cost.print(cache.num_tokens)
     cache.save(output)
     state.unlink(missing_ok=True)
     mean_slots = cache.mean_slots
@@ -124,11 +124,18 @@ class _Cost:
         self._reading += seconds
         self._whole_bytes += sum(states.nbytes for states in (*trace.keys, *trace.values))
 
-    def print(self) -> None:
-        """One line of what the document cost."""
+    def print(self, num_tokens: int) -> None:
+        """One line of what the document cost; of a long one also what 10,000 tokens would.
+
+        Short ones cost less for each token, because all of their queries see few slots.
+        """
+        from kvcat.compress.segments import SEGMENT_TOKENS
+
         seconds = time.perf_counter() - self._begun
         reading = self._reading
         line = f"{seconds:.1f} s, {seconds / reading:.1f} times reading alone ({reading:.1f} s)"
+        if num_tokens > SEGMENT_TOKENS:
+            line += f"; {seconds * 10_000 / num_tokens:.0f} s for 10,000 tokens"
         peak = self._peak.bytes()
         if peak is not None:
             ratio = peak / self._whole_bytes
