@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import os
 import re
 import shlex
 import shutil
@@ -156,6 +157,24 @@ def test_a_cache_records_how_it_was_made_and_the_same_command_makes_the_same_one
     assert loaded.num_slots == -(-loaded.num_tokens // 4)
     assert str(loaded.layers[0].keys.dtype) == "torch.bfloat16"
     assert answer(capsys, tiny_folder, cache, "--prompt", "the cat").strip()
+
+
+def test_a_document_may_come_from_standard_input(tiny_folder, document, mistake, tmp_path):
+    target = tmp_path / "c"
+    line = ["compress", tiny_folder, "--text", "-", "--keep", 0.5, "--overwrite", "-o", target]
+    usual = os.dup(0)
+    try:
+        with document.open() as stream:
+            os.dup2(stream.fileno(), 0)
+        assert kvcat(*line) == 0
+        content = target.read_bytes()
+        assert "standard input is empty" in mistake(*line)  # it was read to its end
+    finally:
+        os.dup2(usual, 0)
+        os.close(usual)
+    line[3] = document
+    assert kvcat(*line) == 0
+    assert target.read_bytes() == content
 
 
 def test_a_protected_passage_stays_exact_and_one_that_does_not_occur_is_rejected(

@@ -190,7 +190,12 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
             "prepare t.txt --tokenizer nobody/nothing -o o",
             "neither a folder nor in the local Hub cache",
         ),
-        ("export . --step 3 -o o", "holds no checkpoint of step 3; it has none"),
+        ("export . --step 3 -o o", "kvcat: . holds no checkpoint\n"),
+        ("export . -o -", "--output is -: nothing is written to standard output"),
+        ("corpus m texts --output=-", "--output is -: nothing is written to standard output"),
+        ("train small --output -", "--output is -: nothing is written to standard output"),
+        ("eval needle m --out -", "--out is -: nothing is written to standard output"),
+        ("compress m --text t.txt -o c --device meta", "--device is 'meta'; it must be one of cpu"),
         (
             "theory theorem --budget half --out o",
             "--budget is 'half'; it must be a number, n-1 or n/2",

@@ -211,6 +211,7 @@ def wrongly_rotated():
     ("cannot load", lambda folder: load_file_of(folder, "m.gguf", b"GGUF\x03\0\0\0")),
     ("dtype must be one of", lambda tmp_path: load(tmp_path / "nowhere", dtype="float8")),
     ("'abacus'", lambda tmp_path: load(tmp_path / "nowhere", device="abacus")),
+    ("'meta', on which", lambda tmp_path: load(tmp_path / "nowhere", device="meta")),
     # files of the folder
     ("tokenizer", lambda folder: load_file_of(folder, "tokenizer.json", '{"model_type": ')),
     ("tokenizer=False", without_tokenizer),

@@ -1,3 +1,4 @@
+import base64
 import dataclasses
 import json
 import re
@@ -22,6 +23,7 @@ from kvcat.evals import compare_models, summarise
 from kvcat.files import jsonl_bytes, read_jsonl
 from kvcat.report import write_report as write_with_all_draws
 from kvcat.report.figures import file_names
+from kvcat.report.plots import COLOURS, line_style
 from tiny import refusal
 
 DRAWS = 200
@@ -307,3 +309,29 @@ def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     assert write_report(
         [write_results(tmp_path / "r", records)], tmp_path / "out", title="t", runs={"kvcat": run}
     )
+
+
+def test_a_method_has_one_colour_in_all_sections(tmp_path):
+    folders = []
+    for name, methods in (("a", METHODS), ("b", METHODS[1:])):
+        records = made_up_records(("base",), 3, methods)
+        folders.append(write_results(tmp_path / name, records))
+    page = write_report(folders, tmp_path / "out").read_text()
+    sections = page.split("<section ")[1:3]
+    images = [base64.b64decode(re.search(r"svg\+xml;base64,([^\"]+)", s)[1]) for s in sections]
+    drawn = [{colour for colour in COLOURS if colour.lower().encode() in i} for i in images]
+    assert drawn == [set(COLOURS[:2]), {COLOURS[1]}]
+
+
+def test_no_two_of_many_lines_have_the_same_colour_and_marker():
+    names = [str(number) for number in range(49)]
+    styles = {tuple(line_style(name, names).values()) for name in names}
+    assert len(styles) == 49
+
+
+def test_a_page_of_training_runs_alone_explains_nothing_that_it_does_not_show(tmp_path):
+    run = write_run(tmp_path / "run", "router")
+    page = write_report([], tmp_path / "out", runs={"kvcat": run}).read_text()
+    assert "Training runs" in page
+    for absent in ("Wilson", "bootstrap", "How to read this"):
+        assert absent not in page

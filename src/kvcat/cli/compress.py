@@ -14,7 +14,7 @@ from kvcat import option_types as opt
 from kvcat.cli import early
 from kvcat.cli.options import check_output
 from kvcat.errors import InputError
-from kvcat.files import read_text
+from kvcat.files import MOST_TEXT_BYTES, parse_text, read_text
 from kvcat.options import budget_files
 from kvcat.settings import DocumentSettings
 
@@ -50,7 +50,7 @@ def compress(
     {methods}
 
     Args:
-        text: Text file (UTF-8) with the document.
+        text: Text file (UTF-8) with the document; - is standard input.
         output: Cache file to write (.safetensors).
         protect_text: Text file; its text, without blanks at both ends, stays exact wherever it
             occurs in the document. By default nothing.
@@ -144,10 +144,16 @@ class _Cost:
 
 
 def _read_text(path: Path) -> str:
-    """The text in a file; ``InputError`` if it is blank."""
-    document = read_text(path)
+    """The text in a file, or of standard input for ``-``; ``InputError`` if it is blank."""
+    name = f"text file {path}"
+    if str(path) == "-":
+        name = "standard input"
+        with open(0, "rb", closefd=False) as stream:
+            document = parse_text(stream.read(MOST_TEXT_BYTES + 1), name)
+    else:
+        document = read_text(path)
     if not document.strip():
-        raise InputError(f"text file {path} is empty")
+        raise InputError(f"{name} is empty")
     return document
 
 

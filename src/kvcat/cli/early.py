@@ -9,7 +9,7 @@ from kvcat.files import expanded
 from kvcat.options import parse_spec
 from kvcat.settings import Sampling
 
-_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia", "meta")
+_DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "npu", "mtia")
 
 
 def check_model(name: str) -> None:

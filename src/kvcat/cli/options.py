@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatch
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -54,6 +55,7 @@ def parse(target: Any, prog: str, arguments: Sequence[str], **settings: Any) -> 
     )
     repeatable = _options(target)
     _check_given_once(repeatable, prog, arguments)
+    _check_output_has_name(arguments)
     for described in _described(target):
         if described.__doc__:
             described.__doc__ = _unwrapped(described.__doc__)
@@ -99,6 +101,15 @@ def _check_given_once(repeatable: Mapping[str, bool], prog: str, arguments: Sequ
     for flag, may_repeat in repeatable.items():
         if counts[flag] > 1 and not may_repeat:
             raise InputError(f"{flag} is given {counts[flag]} times; {prog} takes it once")
+
+
+def _check_output_has_name(arguments: Sequence[str]) -> None:
+    """Reject ``-o -``, which would write a file named ``-`` and nothing to standard output."""
+    for word, after in pairwise([*arguments, ""]):
+        flag = _flag_of(word)
+        value = word.partition("=")[2] if "=" in word else after
+        if flag in ("--output", "--out") and value == "-":
+            raise InputError(f"{flag} is -: nothing is written to standard output, name a file")
 
 
 def _flag_of(word: str) -> str:

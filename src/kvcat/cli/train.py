@@ -276,8 +276,8 @@ def export(run: Path, /, output: opt.Output, step: opt.Unset[int] = None) -> Non
         folder = checkpoint_folder(run, step)
     if folder is None or not folder.is_dir():
         steps = ", ".join(str(step_of(folder)) for folder in folders(run))
-        wanted = f" of step {step}" if folder else ""
-        raise InputError(f"{run} holds no checkpoint{wanted}; it has {steps or 'none'}")
+        wanted = f" of step {step}; it has {steps}" if steps else ""
+        raise InputError(f"{run} holds no checkpoint{wanted}")
     print(f"exported {folder.name} to {export_checkpoint(folder, output)}")
 
 

@@ -231,6 +231,8 @@ def parse_device(device: str) -> torch.device:
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = str(error).strip().splitlines()[0][:150]
         raise InputError(f"device is {device!r}; torch cannot use it here: {reason}") from None
+    if parsed.type == "meta":
+        raise InputError(f"device is {device!r}, on which torch holds no numbers")
     return parsed
 
 

@@ -15,7 +15,7 @@ from kvcat.errors import InputError
 from kvcat.evals import METRICS
 from kvcat.files import atomic_write, check_no_links, make_folder
 from kvcat.report.figures import NO_STEP, Figure, Table, file_names, keep_label, write_table
-from kvcat.report.plots import DrawnPlot, result_plots
+from kvcat.report.plots import DrawnPlot, Plot, result_plots
 from kvcat.report.results import Results, read_results
 from kvcat.report.tables import result_tables
 from kvcat.report.training_plots import run_metrics, training_plot
@@ -78,13 +78,14 @@ def write_report(
     prefixes = [f"{name}-" for name in file_names(result.name for result in results)]
     if len(results) == 1:
         prefixes = [""]
-    sections = [
-        _section(result, out_dir, prefix) for result, prefix in zip(results, prefixes, strict=True)
-    ]
+    methods = list(dict.fromkeys(method for result in results for method in result.methods))
+    models = list(dict.fromkeys(model for result in results for model in result.models))
+    sections = []
+    for result, prefix in zip(results, prefixes, strict=True):
+        sections.append(_section(result, out_dir, prefix, result_plots(result, methods, models)))
     _write_csv(results, out_dir)
     training = None
     if metrics:
-        models = list(dict.fromkeys(model for result in results for model in result.models))
         training = training_plot(metrics, models).draw()
         training.save(out_dir / "plots" / "training.png")
     target = out_dir / "report.html"
@@ -292,7 +293,7 @@ def _write_csv(results: Sequence[Results], out_dir: Path) -> None:
             rows.set_index("folder").to_csv(out_dir / f"{name}.csv")
 
 
-def _section(results: Results, out_dir: Path, prefix: str) -> Section:
+def _section(results: Results, out_dir: Path, prefix: str, plots: Sequence[Plot]) -> Section:
     """The section for an evaluation; its tables and plots are also written as files.
 
     The names of the files begin with the prefix, which is empty for the only evaluation.
@@ -305,10 +306,10 @@ def _section(results: Results, out_dir: Path, prefix: str) -> Section:
     for table, name in zip(all_tables, file_names(table.name for table in all_tables), strict=True):
         tables.append(replace(table, name=name))
         write_table(tables[-1], out_dir / "tables", prefix)
-    plots = [plot.draw() for plot in result_plots(results)]
-    for plot, name in zip(plots, file_names(plot.name for plot in plots), strict=True):
+    drawn = [plot.draw() for plot in plots]
+    for plot, name in zip(drawn, file_names(plot.name for plot in drawn), strict=True):
         plot.save(out_dir / "plots" / f"{prefix}{name}.png")
-    return Section(title, results, plots, tables)
+    return Section(title, results, drawn, tables)
 
 
 def _render(

@@ -130,25 +130,37 @@ def _add_legend(axes: Any) -> None:
         )
 
 
-def result_plots(results: Results) -> list[Plot]:
-    """All plots of a folder, the most important first; empty if nothing was compressed."""
+def result_plots(
+    results: Results, methods: Sequence[str] = (), models: Sequence[str] = ()
+) -> list[Plot]:
+    """All plots of a folder, the most important first; empty if nothing was compressed.
+
+    ``methods`` and ``models`` are all of the page; their order determines the colours, so that a
+    name has one colour in all sections. By default those of the folder.
+    """
     if not results.methods:
         return []
+    methods = methods or results.methods
     differences = [
-        difference_plot(results, *pair) for pair, rows in results.pair_rows.items() if len(rows)
+        difference_plot(results, *pair, methods)
+        for pair, rows in results.pair_rows.items()
+        if len(rows)
     ]
-    headline = headline_plot(results)
-    return [*differences[:1], headline, *differences[1:], *_step_plots(results)]
+    headline = headline_plot(results, methods)
+    steps = _step_plots(results, models or results.models)
+    return [*differences[:1], headline, *differences[1:], *steps]
 
 
-def difference_plot(results: Results, model: str, reference: str) -> Plot:
+def difference_plot(
+    results: Results, model: str, reference: str, methods: Sequence[str] = ()
+) -> Plot:
     """The plot of differences between two models in the two main metrics, a line per method."""
     rows = results.pair_rows[model, reference]
     rows = rows[rows["final"]]
     panels = []
     for name in _plotted(results):
         title = f"{METRICS[name].label}: {model} minus {reference}"
-        panels.append((title, partial(_draw_differences, rows, name, results.methods)))
+        panels.append((title, partial(_draw_differences, rows, name, methods or results.methods)))
     return Plot(
         f"differences-{slug(model)}-{slug(reference)}",
         f"{model} against {reference} by method and share of slots kept",
@@ -157,11 +169,12 @@ def difference_plot(results: Results, model: str, reference: str) -> Plot:
     )
 
 
-def headline_plot(results: Results) -> Plot:
+def headline_plot(results: Results, methods: Sequence[str] = ()) -> Plot:
     """The plot of quality against the slots kept, a line per method, with 95 % intervals.
 
     One model has a panel per plotted metric, several models a panel each for the first metric.
     """
+    methods = methods or results.methods
     whole = results.compressed(results.rows)
     rows = whole[whole["final"]]
     panels = []
@@ -169,7 +182,7 @@ def headline_plot(results: Results) -> Plot:
         recorded = set(results.metrics)
         chosen = [name for name in results.evaluation.method_metrics if name in recorded]
         panels += [
-            (METRICS[name].label, partial(_draw_methods, rows, name, results))
+            (METRICS[name].label, partial(_draw_methods, rows, name, methods))
             for name in chosen or _plotted(results)
         ]
     else:
@@ -179,7 +192,7 @@ def headline_plot(results: Results) -> Plot:
             if of_model.empty:
                 continue
             title = f"{METRICS[name].label}, {model}"
-            panels.append((title, partial(_draw_methods, of_model, name, results)))
+            panels.append((title, partial(_draw_methods, of_model, name, methods)))
     title = "Methods against the share of slots kept"
     return Plot("headline", title, panels, same_scale=len(results.models) > 1)
 
@@ -195,7 +208,7 @@ def _plotted(results: Results) -> list[str]:
     return [name for name in names if METRICS[name].unit == unit]
 
 
-def _step_plots(results: Results) -> Iterator[Plot]:
+def _step_plots(results: Results, models: Sequence[str]) -> Iterator[Plot]:
     """Plots of quality against gradient steps, with a panel per method and keep ratio."""
     rows = results.whole[results.whole["step"] != NO_STEP]
     if rows.empty:
@@ -205,7 +218,7 @@ def _step_plots(results: Results) -> Iterator[Plot]:
         panels = []
         for (method, keep), cell in rows.groupby(["method", "keep_ratio"], sort=False):
             title = f"{method}, {keep_label(keep)} kept"
-            panels.append((title, partial(_draw_steps, cell, metric, results.models)))
+            panels.append((title, partial(_draw_steps, cell, metric, models)))
         yield Plot(f"steps-{metric}", f"{METRICS[metric].label} against gradient steps", panels)
 
 
@@ -242,9 +255,12 @@ def _draw_line_plot(plot: LinePlot, column: str, models: Sequence[str], axes: An
 
 
 def line_style(name: str, names: Sequence[str]) -> dict[str, str]:
-    """The colour and marker of a line, which depend on the position of its name."""
-    rank = list(names).index(name)
-    return {"color": COLOURS[rank % len(COLOURS)], "marker": MARKERS[rank % len(MARKERS)]}
+    """The colour and marker of a line, which depend on the position of its name.
+
+    No two of 49 names have both in common: names with one colour have different markers.
+    """
+    rounds, rank = divmod(list(names).index(name), len(COLOURS))
+    return {"color": COLOURS[rank], "marker": MARKERS[(rank + rounds) % len(MARKERS)]}
 
 
 def log_axis(axes: Any) -> None:
@@ -255,17 +271,17 @@ def log_axis(axes: Any) -> None:
     axes.yaxis.set_minor_formatter(NullFormatter())
 
 
-def _draw_methods(rows: pd.DataFrame, metric: str, results: Results, axes: Any) -> None:
+def _draw_methods(rows: pd.DataFrame, metric: str, methods: Sequence[str], axes: Any) -> None:
     """Draw a metric with intervals against the keep ratio, a line per method."""
     facts = METRICS[metric]
     of_metric = rows[(rows["metric"] == metric) & rows["value"].notna()]
     if facts.log_scale:
         of_metric = of_metric[of_metric["value"] > 0.0]
-    names = [name for name in results.methods if name in set(of_metric["method"])]
+    names = [name for name in methods if name in set(of_metric["method"])]
     for rank, name in enumerate(names):
         line = of_metric[of_metric["method"] == name].sort_values("keep_ratio")
         offset = rank - (len(names) - 1) / 2
-        style = line_style(name, results.methods)
+        style = line_style(name, methods)
         _draw_intervals(axes, line, "value", facts, offset=offset, label=name, style=style)
     dense = rows[rows["metric"] == facts.dense_metric]
     if len(dense):
