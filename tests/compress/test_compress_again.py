@@ -112,6 +112,15 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     assert all(layer.log_bias is None for layer in cache.layers)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_slots_of_a_grown_cache_in_few_bits_hold_no_padding(double, windows, ragged, bits):
+    grown = trace(double, windows, 48, past=ragged)
+    for method in (AttentionMatching(bits=bits), Eviction("first", bits=bits)):
+        cache = method(grown, num_slots=48)
+        counts = [layer.counts.tolist() for layer in grown.dense_cache().layers]
+        assert [layer.counts.tolist() for layer in cache.layers] == counts
+
+
 @pytest.mark.parametrize("name", ["attention-matching", "refined"])
 def test_layers_without_a_log_bias_are_fitted_next_to_padded_ones_as_if_theirs_were_0(
     double, windows, name

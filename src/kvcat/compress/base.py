@@ -104,7 +104,8 @@ class Compressor(ABC):
         """
         fitted = self.fit(prefix, [size for size in sizes if size < prefix.max_slots])
         for size in sizes:
-            layers = next(fitted) if size < prefix.max_slots else prefix.layers
+            is_whole = size >= prefix.max_slots
+            layers = [x.without_absent() for x in prefix.layers] if is_whole else next(fitted)
             yield [_with_codes(layer, bits) for layer in layers]
 
     def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
