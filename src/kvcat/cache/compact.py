@@ -268,10 +268,7 @@ class CompactCache:
                 model.
         """
         check_kind((str, PathLike), "a path", path=path)
-        entries, tensors, _ = read_tensors(Path(path), CACHE)
-        layers, states = checked_layers(entries, tensors, str(path))
-        record = CacheRecord.from_json(entries["record"], path)
-        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], record, states)
+        cache, _ = read_cache(Path(path))
         if model is None:
             return cache
         cache.check_model(model, str(path))
@@ -570,3 +567,16 @@ class CompactCache:
                 layer = replace(layer, log_bias=zeros)
             layers.append(layer)
         return layers
+
+
+def read_cache(path: Path) -> tuple[CompactCache, str]:
+    """The cache in a file of ``CompactCache.save``, and the file's checksum.
+
+    Raises:
+        InputError: as ``CompactCache.load``.
+    """
+    entries, tensors, digest = read_tensors(path, CACHE)
+    layers, states = checked_layers(entries, tensors, str(path))
+    record = CacheRecord.from_json(entries["record"], path)
+    num_tokens = int(entries["num_tokens"])
+    return CompactCache(layers, num_tokens, entries["fingerprint"], record, states), digest
