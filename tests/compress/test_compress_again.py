@@ -1,10 +1,19 @@
 """A prefix that is compact already and grows: traced, compressed again and replayed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from structured_heads import first_slots, positions_of, tensors
 
-from kvcat.compress import AttentionMatching, Eviction, GradientCompression, replay, trace
+from kvcat.compress import (
+    AttentionMatching,
+    Eviction,
+    GradientCompression,
+    make_compressor,
+    replay,
+    trace,
+)
 
 COUNTS = [[[9, 4], [1, 9], [5, 5]], [[3, 8], [9, 9], [2, 1]]]
 NEW = 16
@@ -101,6 +110,42 @@ def test_without_a_fitted_log_bias_slots_keep_the_one_they_have(double, windows,
     plain = Eviction("streaming")(trace(double, windows, 24), num_slots=9)
     cache = AttentionMatching(log_bias=False)(trace(double, windows, 48, past=plain), num_slots=12)
     assert all(layer.log_bias is None for layer in cache.layers)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_all_slots_of_a_grown_cache_in_few_bits_hold_no_padding(double, windows, ragged, bits):
+    grown = trace(double, windows, 48, past=ragged)
+    for method in (AttentionMatching(bits=bits), Eviction("first", bits=bits)):
+        cache = method(grown, num_slots=48)
+        counts = [layer.counts.tolist() for layer in grown.dense_cache().layers]
+        assert [layer.counts.tolist() for layer in cache.layers] == counts
+
+
+@pytest.mark.parametrize("name", ["attention-matching", "refined"])
+def test_layers_without_a_log_bias_are_fitted_next_to_padded_ones_as_if_theirs_were_0(
+    double, windows, name
+):
+    plain = Eviction("streaming")(trace(double, windows, 32), num_slots=9)
+    # heads of 9 slots in the first layer, which is not padded, and in the second one, which is
+    layers = first_slots(with_zeros(plain), [[[9, 9]] * 3, COUNTS[1]]).layers
+    mixed = replace(plain, layers=[plain.layers[0], replace(layers[1], log_bias=None)])
+    zeros = replace(plain, layers=layers)
+    caches = [
+        make_compressor(name, log_bias=False)(trace(double, windows, 48, past=past), num_slots=12)
+        for past in (mixed, zeros)
+    ]
+    pairs = zip(*(tensors(cache, "keys", "values", "counts") for cache in caches), strict=True)
+    for one, other in pairs:
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def with_zeros(cache):
+    """The cache with a log-bias of 0 and positions, which change nothing."""
+    layers = [
+        replace(x, log_bias=torch.zeros_like(x.keys[..., 0]), positions=torch.zeros_like(x.ranks()))
+        for x in cache.layers
+    ]
+    return replace(cache, layers=layers)
 
 
 def test_a_choice_of_a_pasts_examples_continues_their_texts(double, windows, compact):

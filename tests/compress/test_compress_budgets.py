@@ -14,7 +14,7 @@ from kvcat.compress.budgets import (
     allocate,
     error_curves,
     num_peaks,
-    share_out,
+    share_out_segments,
     slot_sizes,
 )
 from kvcat.compress.head_attention import NUM_SAMPLED, dense_attention
@@ -134,6 +134,12 @@ def curve(errors: torch.Tensor, num_slots: int) -> dict[int, float]:
     return {size: errors[size - 1].item() for size in sorted(sizes)}
 
 
+def share_out(curves):
+    """The slots of the heads of one segment, 10 a head on average of 40 tokens."""
+    (slots,) = share_out_segments([curves], 10, slot_sizes(10, 40), by_head=False)
+    return slots
+
+
 def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_has():
     flat = curve(torch.full((40,), 1.0), 10)
     steep = 10 / torch.arange(1, 41)
@@ -143,10 +149,10 @@ def test_a_head_with_a_steep_curve_gets_more_and_a_head_cannot_get_more_than_it_
         (1, 0, 0): flat,
         (1, 0, 1): curve(steep, 10),
     }
-    plan = share_out(curves, 10, 40, by_layer=False)
+    plan = share_out(curves)
     assert plan[0, 0, 1] > 10 > plan[0, 0, 0]
     assert sum(plan.values()) == 40
-    short = share_out({**curves, (0, 0, 1): curve(steep[:12], 10)}, 10, 40, by_layer=False)
+    short = share_out({**curves, (0, 0, 1): curve(steep[:12], 10)})
     assert short[0, 0, 1] <= 12
 
 
@@ -154,18 +160,7 @@ def test_slots_that_no_step_to_a_larger_size_uses_go_to_the_head_with_the_larges
     # two heads need 5 slots each, the third gains nothing: of 30 slots 19 would be left
     curves = {(0, 0, head): curve(torch.tensor([9.0] * 4 + [0.0] * 36), 10) for head in range(2)}
     curves[0, 0, 2] = curve(torch.full((40,), 7.0), 10)
-    assert share_out(curves, 10, 40, by_layer=False) == {(0, 0, 0): 5, (0, 0, 1): 5, (0, 0, 2): 20}
-
-
-def test_by_layer_the_heads_of_a_layer_get_equally_many_in_every_example():
-    heads = itertools.product(range(3), range(2), range(2))
-    curves = {
-        index: curve((1 + 5 * index[0] + index[2]) / torch.arange(1.0, 41), 8) for index in heads
-    }
-    plan = share_out(curves, 8, 40, by_layer=True)
-    for layer, example in itertools.product(range(3), range(2)):
-        assert plan[layer, example, 0] == plan[layer, example, 1]
-    assert plan[2, 0, 0] > plan[0, 0, 0]
+    assert share_out(curves) == {(0, 0, 0): 5, (0, 0, 1): 5, (0, 0, 2): 20}
 
 
 def test_the_slots_with_the_largest_peaks_of_all_heads_and_segments_are_kept_too():

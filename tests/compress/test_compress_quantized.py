@@ -246,3 +246,14 @@ def test_the_cache_is_a_value_that_load_gives_again(tmp_path, traced):
     again = CompactCache.load(tmp_path / "doc", traced.model)
     scores = [compare(traced, made).kl for made in (cache, again)]
     assert torch.equal(*scores)
+
+
+def test_a_log_bias_that_overflows_where_keys_are_rounded_is_an_error(windows):
+    model = loud_model()
+    for name, weight in model.named_parameters():
+        if "q_proj" in name or "k_proj" in name:
+            weight.data *= 40  # scores of thousands of nats, which 4 bits change by hundreds
+    traced = trace(model, windows, 32)
+    message = refusal(AttentionMatching(bits=4), traced, num_slots=12)
+    assert "gives log-bias in layer 0 that are not finite in float16: leave out the bits" in message
+    assert compare(traced, AttentionMatching(bits=8)(traced, num_slots=12)).kl.isfinite().all()

@@ -1,8 +1,10 @@
 """A folder of documents: what a request may name, and the prompts that an engine gets."""
 
 import os
+from pathlib import Path
 
 import pytest
+import torch
 from evicted_caches import evicted, ids, make_model
 
 import kvcat
@@ -78,6 +80,29 @@ def test_another_document_under_a_name_has_another_salt(folder):
     fields = [request_fields(each, path.name, [5, 6], "mine") for each in (first, second)]
     assert fields[0]["prompt"] == fields[1]["prompt"] == [5, 6]
     assert fields[0]["cache_salt"] != fields[1]["cache_salt"]
+    with pytest.raises(InputError, match="has changed since it was requested"):
+        documents.load(first)
+
+
+def test_a_file_that_is_replaced_while_it_is_read_has_the_checksum_of_what_was_read(
+    folder, monkeypatch
+):
+    documents, model = folder
+    path = documents.folder / "report-1.a_b"
+    first = documents.find(path.name)
+    later = evicted(model, ids(1, 30, seed=9), 7, log_bias=True)
+    read_bytes = Path.read_bytes
+
+    def read_and_replace(file):
+        content = read_bytes(file)
+        if file == path:
+            monkeypatch.setattr(Path, "read_bytes", read_bytes)
+            later.save(path)
+        return content
+
+    monkeypatch.setattr(Path, "read_bytes", read_and_replace)
+    (cache,) = documents.load(first)
+    assert not torch.equal(cache.layers[0].keys, later.layers[0].keys)
     with pytest.raises(InputError, match="has changed since it was requested"):
         documents.load(first)
 

@@ -9,7 +9,7 @@ from kvcat.cache.codes import (
     key_groups as key_groups, most_bytes_per_slot as most_bytes_per_slot, parse_bits as parse_bits,
     round_values as round_values,
 )
-from kvcat.cache.compact import CompactCache as CompactCache
+from kvcat.cache.compact import CompactCache as CompactCache, read_cache as read_cache
 from kvcat.cache.fingerprint import (
     check_same_model as check_same_model, fingerprint as fingerprint,
 )

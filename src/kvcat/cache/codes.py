@@ -138,7 +138,6 @@ class PackedHead(NamedTuple):
         keys: Float[Tensor, "slots head_dim"],
         values: Float[Tensor, "slots value_dim"],
         bits: int,
-        group: int = KEY_GROUP,
         *,
         num_protected: int = 0,
     ) -> "PackedHead":
@@ -150,7 +149,7 @@ class PackedHead(NamedTuple):
         exact, others = slice(num_protected), slice(num_protected, None)
         precise_keys = at_least_float32(keys[others])
         precise_values = at_least_float32(values[others])
-        key_codes, key_grid = round_keys(precise_keys[1:], bits, group)
+        key_codes, key_grid = round_keys(precise_keys[1:], bits)
         value_codes, value_grid = round_values(precise_values[1:], bits)
         first_key = as_half(precise_keys[:1])
         first_value = as_half(precise_values[:1])
@@ -170,10 +169,10 @@ class PackedHead(NamedTuple):
 
 
 def round_keys(
-    keys: Float[Tensor, "packed head_dim"], bits: int, group: int = KEY_GROUP
+    keys: Float[Tensor, "packed head_dim"], bits: int
 ) -> tuple[UInt8[Tensor, "packed head_dim"], Grid]:
     """Codes of a head's keys, rounded to the nearest, and the grid of each group of slots."""
-    sizes = key_groups(len(keys), group)
+    sizes = key_groups(len(keys))
     if not sizes:
         empty = keys.new_empty(0, keys.shape[1], dtype=HALF)
         return keys.to(torch.uint8), Grid(empty, empty)

@@ -268,10 +268,7 @@ class CompactCache:
                 model.
         """
         check_kind((str, PathLike), "a path", path=path)
-        entries, tensors, _ = read_tensors(Path(path), CACHE)
-        layers, states = checked_layers(entries, tensors, str(path))
-        record = CacheRecord.from_json(entries["record"], path)
-        cache = cls(layers, int(entries["num_tokens"]), entries["fingerprint"], record, states)
+        cache, _ = read_cache(Path(path))
         if model is None:
             return cache
         cache.check_model(model, str(path))
@@ -302,14 +299,11 @@ class CompactCache:
             tokens: one row for each example, or several.
             name: of the cache, for the message.
         """
-        are_same = self._same_documents(tokens)
+        are_same = self.record.same_documents(tokens)
         if are_same is not None and not all(are_same):
             raise InputError(
                 f"{name} belongs to another text: row {are_same.index(False)} of the tokens differs"
             )
-
-    def _same_documents(self, tokens: Int[Tensor, "batch prefix"]) -> list[bool] | None:
-        return self.record.same_documents(tokens)
 
     def inputs(
         self,
@@ -384,7 +378,7 @@ class CompactCache:
         tokens_first = is_padding.to(torch.int8).argsort(dim=1, stable=True)
         tokens = input_ids.gather(1, tokens_first)[:, : self.num_tokens]
         is_long = ((~is_padding).sum(1) >= self.num_tokens).tolist()
-        are_same = self._same_documents(tokens) or [False] * len(tokens)
+        are_same = self.record.same_documents(tokens) or [False] * len(tokens)
         if any(same and long for same, long in zip(are_same, is_long, strict=True)):
             raise InputError(
                 f"input_ids begin with the document, whose {self.num_tokens} tokens the cache "
@@ -570,3 +564,16 @@ class CompactCache:
                 layer = replace(layer, log_bias=zeros)
             layers.append(layer)
         return layers
+
+
+def read_cache(path: Path) -> tuple[CompactCache, str]:
+    """The cache in a file of ``CompactCache.save``, and the file's checksum.
+
+    Raises:
+        InputError: as ``CompactCache.load``.
+    """
+    entries, tensors, digest = read_tensors(path, CACHE)
+    layers, states = checked_layers(entries, tensors, str(path))
+    record = CacheRecord.from_json(entries["record"], path)
+    num_tokens = int(entries["num_tokens"])
+    return CompactCache(layers, num_tokens, entries["fingerprint"], record, states), digest

@@ -60,12 +60,14 @@ class HeadSlots:
     def stacked(heads: Sequence["HeadSlots"]) -> "HeadSlots":
         """A batch of heads with equally many slots, in at least float32.
 
-        It has a log-bias if the heads have one, and no positions.
+        It has a log-bias if one of them has, and no positions.
         """
         keys = at_least_float32(torch.stack([head.keys for head in heads]))
         values = at_least_float32(torch.stack([head.values for head in heads]))
-        biases = [head.log_bias for head in heads if head.log_bias is not None]
-        return HeadSlots(keys, values, at_least_float32(torch.stack(biases)) if biases else None)
+        bias = None
+        if any(head.log_bias is not None for head in heads):
+            bias = torch.stack([at_least_float32(head.bias_or_zeros()) for head in heads])
+        return HeadSlots(keys, values, bias)
 
     @staticmethod
     def joined(pieces: Sequence["HeadSlots"]) -> "HeadSlots":

@@ -85,7 +85,7 @@ class PrefixLayer(CacheLayerMixin):
         """Keys and values of slots and all tokens so far, with the new tokens appended.
 
         A cache of batch b fits a batch that is a multiple of b: every row is repeated, as beams
-            are. Any other batch is rejected, and so is a sliding window that is too short.
+        are. Any other batch is rejected, and so is a sliding window that is too short.
         """
         _check_window(self.window, self.num_tokens + self.num_new + key_states.shape[-2])
         batch = len(key_states)

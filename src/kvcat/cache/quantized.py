@@ -67,9 +67,7 @@ class QuantizedLayer(Slots):
     half_bias: Float[Tensor, " total_slots"] | None = None
 
     @staticmethod
-    def of_heads(
-        heads: HeadGrid, bits: int, dtype: torch.dtype, group: int = KEY_GROUP
-    ) -> "QuantizedLayer":
+    def of_heads(heads: HeadGrid, bits: int, dtype: torch.dtype) -> "QuantizedLayer":
         """A layer from its heads, which have codes, per example and KV head.
 
         Raises:
@@ -91,7 +89,7 @@ class QuantizedLayer(Slots):
             value_offsets=torch.cat([head.value_grid.offsets for head in codes]),
             half_bias=_bias_as_half(torch.cat(biases)) if biases else None,
             bits=bits,
-            key_group=group,
+            key_group=KEY_GROUP,
             dtype=dtype,
         )
 

@@ -104,7 +104,8 @@ class Compressor(ABC):
         """
         fitted = self.fit(prefix, [size for size in sizes if size < prefix.max_slots])
         for size in sizes:
-            layers = next(fitted) if size < prefix.max_slots else prefix.layers
+            is_whole = size >= prefix.max_slots
+            layers = [x.without_absent() for x in prefix.layers] if is_whole else next(fitted)
             yield [_with_codes(layer, bits) for layer in layers]
 
     def facts(self, prefix: Prefix) -> dict[str, object]:  # noqa: ARG002
@@ -347,20 +348,27 @@ def _check_finite(
 ) -> None:
     """Reject layers with a number that is not finite; a log-bias of -inf hides a slot.
 
-    Quantised values are always finite.
+    Quantised keys and values are always finite. Their log-bias is not if keys attract so much more
+    attention rounded than they did that its fit overflows.
     """
     for index, layer in enumerate(layers):
         if isinstance(layer, QuantizedLayer):
-            continue
-        tensors = {"keys": layer.keys, "values": layer.values}
+            tensors = {"log-bias": layer.half_bias}
+            remedy = "leave out the bits"
+        else:
+            tensors = {"keys": layer.keys, "values": layer.values, "log-bias": layer.log_bias}
+            ridge = ", or a larger ridge" if "ridge" in options else ""
+            remedy = f"choose bfloat16 or float32{ridge}"
         for name, tensor in tensors.items():
-            if not tensor.isfinite().all():
+            if tensor is None:
+                continue
+            is_usable = tensor < torch.inf if name == "log-bias" else tensor.isfinite()
+            if not is_usable.all():
                 dtype = str(tensor.dtype).removeprefix("torch.")
                 settings = ", ".join(f"{key}={value}" for key, value in options.items())
-                ridge = ", or a larger ridge" if "ridge" in options else ""
                 raise InputError(
                     f"{method} ({settings}) gives {name} in layer {index} that are not finite in "
-                    f"{dtype}: choose bfloat16 or float32{ridge}"
+                    f"{dtype}: {remedy}"
                 )
 
 

@@ -174,33 +174,6 @@ def slot_sizes(num_slots: float | int, prefix_len: int) -> list[int]:
     return sorted({min(prefix_len, max(1, round(factor * num_slots))) for factor in GRID})
 
 
-def share_out(
-    curves: Mapping[HeadIndex, Curve], num_slots: int, prefix_len: int, *, by_layer: bool
-) -> dict[HeadIndex, int]:
-    """The number of slots of every head, chosen so that each example's total error is small.
-
-    The average over an example's heads is ``num_slots``; with ``by_layer`` it is at most that.
-
-    Args:
-        curves: by (layer, example, KV head), the error at each of ``slot_sizes(num_slots,
-            prefix_len)``; for a head with fewer slots, the error at all its slots.
-        num_slots: average number of slots, in [1, prefix_len].
-        prefix_len: largest number of slots in a head.
-        by_layer: all heads in a layer get the same number of slots.
-    """
-    sizes = slot_sizes(num_slots, prefix_len)
-    slots: dict[HeadIndex, int] = {}
-    for example in sorted({example for _, example, _ in curves}):
-        heads = sorted(head for head in curves if head[1] == example)
-        of_example = [curves[head] for head in heads]
-        layers = [layer for layer, _, _ in heads]
-        units = np.array(layers if by_layer else range(len(heads)))
-        total = num_slots * len(heads)
-        counts = _share_out_example(of_example, sizes, units, total, fill_up=not by_layer)
-        slots |= dict(zip(heads, counts.tolist(), strict=True))
-    return slots
-
-
 def share_out_segments(
     curves: Sequence[Mapping[HeadIndex, Curve]],
     num_slots: int,
@@ -226,8 +199,7 @@ def share_out_segments(
     for units in sharing.values():
         of_units = [curves[number][head] for number, head in units]
         total = num_slots * len({head for _, head in units})
-        every_unit = np.arange(len(units))
-        counts = _share_out_example(of_units, sizes, every_unit, total, fill_up=True)
+        counts = _share_out_example(of_units, sizes, total)
         for (number, head), count in zip(units, counts.tolist(), strict=True):
             slots[number][head] = count
     return slots
@@ -290,43 +262,28 @@ def add_peaks(
 
 
 def _share_out_example(
-    curves: list[Curve],
-    sizes: list[int],
-    units: Int[np.ndarray, " heads"],
-    total: int,
-    *,
-    fill_up: bool,
+    curves: list[Curve], sizes: list[int], total: int
 ) -> Int[np.ndarray, " heads"]:
     """The number of slots of every head of an example.
+
+    Slots that are of no use go to the heads with the largest errors.
 
     Args:
         curves: errors of every head by size.
         sizes: numbers of slots to choose from.
-        units: index of each head's unit; heads in a unit get the same size.
         total: number of slots in all heads together.
-        fill_up: slots that remain unused go to the heads with the largest errors.
     """
-    num_heads = len(curves)
     # (sizes, heads)
     costs = np.array([[min(size, max(curve)) for curve in curves] for size in sizes])
     errors = np.array(
-        [[curve[cost] for curve, cost in zip(curves, row, strict=True)] for row in costs.tolist()]
+        [[curve[cost] for curve, cost in zip(curves, row, strict=True)] for row in costs.tolist()],
+        dtype=np.float32,
     )
-    # (sizes, units)
-    unit_costs = np.zeros((len(sizes), units.max() + 1), dtype=costs.dtype)
-    unit_errors = np.zeros(unit_costs.shape, dtype=np.float32)
-    np.add.at(unit_costs.T, units, costs.T)
-    np.add.at(unit_errors.T, units, errors.T.astype(np.float32))
-    size_of_unit = allocate(torch.from_numpy(unit_costs), torch.from_numpy(unit_errors), total)
-
-    chosen = size_of_unit.numpy()[units]
-    all_heads = np.arange(num_heads)
+    chosen = allocate(torch.from_numpy(costs), torch.from_numpy(errors), total).numpy()
+    all_heads = np.arange(len(curves))
     counts = costs[chosen, all_heads]
-    if not fill_up:
-        return counts
     unused = total - counts.sum()
-    remaining_errors = errors[chosen, all_heads].astype(np.float32)
-    for head in np.argsort(-remaining_errors, kind="stable"):
+    for head in np.argsort(-errors[chosen, all_heads], kind="stable"):
         added = min(unused, costs[-1, head] - counts[head])
         counts[head] += added
         unused -= added

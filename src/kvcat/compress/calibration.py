@@ -20,7 +20,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvcat.cache import fingerprint
-from kvcat.compress.budgets import Curve, attention_and_curves, share_out, slot_sizes
+from kvcat.compress.budgets import Curve, attention_and_curves, share_out_segments, slot_sizes
 from kvcat.compress.heads import HeadIndex, Heads
 from kvcat.compress.prefix import Prefix
 from kvcat.compress.queries import fitted_queries
@@ -82,7 +82,8 @@ class CalibratedBudgets:
                     sizes = sorted({min(size, count) for size in candidates})
                     errors = self._errors_at(layer, head, sizes, prefix_len)
                     curves[layer, example, head] = dict(zip(sizes, errors, strict=True))
-        return share_out(curves, num_slots, prefix_len, by_layer=False)
+        (slots,) = share_out_segments([curves], num_slots, candidates, by_head=False)
+        return slots
 
     def check_model(self, model: PreTrainedModel) -> None:
         """Reject another model with an ``InputError``."""

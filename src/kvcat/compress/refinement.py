@@ -272,7 +272,7 @@ def refine_layers(
             continue
         batch, dense = heads.fitted_attention(group)
         before = [slots_of_heads[index] for index in group]
-        has_bias = before[0].log_bias is not None
+        has_bias = any(slots.log_bias is not None for slots in before)
         objective = Objective.of(
             batch,
             dense,

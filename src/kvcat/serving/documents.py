@@ -17,8 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from transformers import PreTrainedConfig
 
-from kvcat.cache import CompactCache, check_same_model, document_digests, layer_windows
-from kvcat.cache.files import CACHE, read_tensors
+from kvcat.cache import (
+    CompactCache,
+    check_same_model,
+    document_digests,
+    layer_windows,
+    read_cache,
+)
 from kvcat.compress.compose import check_turn
 from kvcat.corpus import Store
 from kvcat.corpus.manifest import cache_file
@@ -218,8 +223,7 @@ class DocumentFolder(Documents):
         """The cache in the file of that name."""
         path = self._path(name)
         try:
-            _, _, digest = read_tensors(path, CACHE)
-            return _Read(CompactCache.load(path), digest)
+            return _Read(*read_cache(path))
         except InputError as error:  # a client sees the message and need not know the folder
             raise InputError(
                 f"document {name!r}: {str(error).replace(str(path), 'the file')}"

@@ -63,9 +63,9 @@ def plain_prefix(
         )
     if any(sinks is not None for sinks in attention_sinks(model)):
         raise InputError(f"{type(model).__name__}: attention sinks are not supported in engines")
+    cache = cache.unpacked()
     _check(cache, drop_log_bias, head_dim)
     cache.check_model(model)
-    cache = cache.unpacked()
     length = cache.layers[0].max_slots if head_dim is None else cache.max_slots
     rotation = KeyRotation(model, length - cache.num_tokens)
     layers = []
@@ -197,8 +197,7 @@ def read_prefix(path: str | Path) -> Prefix:
 
 
 def _check(cache: CompactCache, drop_log_bias: bool, head_dim: int | None) -> None:
-    """Reject a cache that no engine can read in the requested form."""
-    cache = cache.unpacked()
+    """Reject an unquantised cache that no engine can read in the requested form."""
     narrow = cache.layers[0].keys.shape[-1]
     if head_dim is not None:
         if drop_log_bias:
