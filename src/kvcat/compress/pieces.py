@@ -31,7 +31,7 @@ from kvcat.compress.sessions.state import SessionState
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError
 from kvcat.memory import return_freed_memory
-from kvcat.models import model_name, positions_of
+from kvcat.models import model_name
 from kvcat.progress import disable_bar
 
 PIECE_TOKENS = 2048
@@ -110,12 +110,6 @@ def compress_in_pieces(
         trace = state.trace(model, of_model, num_later=0)
         on_piece(trace, time.perf_counter() - begun)
         repeated = repeated_tokens(trace, instruction, max(0, num_opening - start), lead=0)
-        if not repeated:
-            positions = positions_of(model.config)
-            raise InputError(
-                f"the text has {prefix_len} tokens, and the model {positions} positions, too few "
-                "to repeat its last piece: shorten the text"
-            )
         fitted = fitted_also_to(trace, repeated)
         size = num_slots * stop // prefix_len - num_slots * start // prefix_len
         piece = compressor(fitted, num_slots=size)
