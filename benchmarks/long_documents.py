@@ -437,9 +437,11 @@ def page_table() -> str:
 def picture(shown: pd.DataFrame) -> bytes:
     """Right answers, time and memory by the tokens of the document, a row for each model and type.
 
-    The picture holds the hash of its numbers, by which it is checked.
+    Those that were measured at one length alone are left out. The picture holds the hash of all
+    numbers, by which it is checked.
     """
-    models = list(shown.groupby(["model", "dtype"], sort=False))
+    groups = shown.groupby(["model", "dtype"], sort=False)
+    models = [group for group in groups if group[1]["tokens"].nunique() > 1]
     figure, axes = plt.subplots(
         len(models), 3, figsize=(10.5, 3.6 * len(models)), layout="constrained", squeeze=False
     )
