@@ -233,7 +233,7 @@ def test_a_swap_p_value_equals_scipys_permutation_test():
 
 
 def test_an_exchange_that_divides_by_0_is_one_of_all_exchanges():
-    losses = np.full(10, 1), np.full(10, 50)
+    losses = np.full(10, 1.0), np.full(10, 50.0)
     gains = np.array([2] * 5 + [-1] * 5), np.array([1] * 5 + [0] * 5)  # 0 if 5 are exchanged
     sizes = []
     for swapped in itertools.product([False, True], repeat=10):
