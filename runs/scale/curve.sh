@@ -3,19 +3,17 @@
 # paper's recipe (weight 1, whole sequences, 1e-4 to 5e-6) beside its control, on the same tokens of
 # the installed Python sources (those of constraints.txt).
 # Trains, judges and records one point after the other, in the order of QUEUE, without those that
-# RECORDS has; if it is stopped, the same command continues. A point at 10.6 tokens a parameter takes half an hour of an idle core for a
-# control, an hour or more for the others. `python runs/scale/curve.py` prints what came out.
+# RECORDS has; if it is stopped, the same command continues. A point at 10.6 tokens a parameter takes
+# half an hour of an idle core for a control, an hour or more for the others.
+# `python runs/scale/curve.py` prints what came out.
 set -eu
 cd "$(dirname "$0")/../.."
 OUT=${OUT:-out/scale}
 RECORDS=${RECORDS:-runs/scale/records.csv.gz}
 QUEUE=${QUEUE:-runs/scale/queue.txt}
-DEVICE=${DEVICE:-cpu}
-WINDOWS=${WINDOWS:-48}
 mkdir -p "$OUT"
 
-python() { command "${PYTHON:-python3}" "$@"; }
-kvcat() { python -m kvcat "$@"; }
+. runs/scale/judge.sh
 
 options() {
   case $1 in
@@ -28,19 +26,6 @@ options() {
     *) echo "no form $1: see runs/scale/queue.txt" >&2; exit 2 ;;
   esac
 }
-
-judge() {  # judge LABEL MODEL FOLDER
-  # as the paper does, with caches fitted to the scored text; then as users do, from the text alone
-  kvcat eval suffix "$1=$2" --windows "$WINDOWS" --per-document 1 --prefix 768 --suffix 256 \
-    --keep 0.05 0.1 0.2 --method attention-matching,preset=paper attention-matching h2o snapkv \
-    --supervision suffix --device "$DEVICE" --out "$3/suffix"
-  kvcat eval suffix "$1=$2" --windows "$WINDOWS" --per-document 1 --prefix 384 --suffix 128 \
-    --keep 0.05 0.1 0.2 --method attention-matching h2o --supervision reconstruction \
-    --device "$DEVICE" --out "$3/reconstruction"
-  python runs/scale/curve.py --add "$3/suffix" "$3/reconstruction" --records "$RECORDS"
-}
-
-is_recorded() { python runs/scale/curve.py --has "$1" --records "$RECORDS"; }
 
 is_recorded base@0 || judge base@0 kvcat-base "$OUT/base"
 grep -v '^#' "$QUEUE" | while read -r form per_parameter steps seed; do

@@ -1,0 +1,46 @@
+#!/bin/sh
+# KV-CAT in a training from scratch, of kvcat-base's shape at 10.6 tokens a parameter: from the first
+# step, in the last fifth alone, in which the learning rate decays, or not at all, on the same tokens
+# in the same order. All begin with the same random weights and have a constant rate for four fifths;
+# the last fifth begins with new moments of the optimizer and other tokens, for all of them.
+# Trains, judges and records one model after the other, without those that RECORDS has; if it is
+# stopped, the same command continues. It takes about three hours of an idle core for a seed.
+# `python runs/scale/curve.py --records runs/scale/scratch.csv.gz` prints what came out.
+set -eu
+cd "$(dirname "$0")/../.."
+OUT=${OUT:-out/scratch}
+RECORDS=${RECORDS:-runs/scale/scratch.csv.gz}
+SEEDS=${SEEDS:-1}
+CONSTANT=${CONSTANT:-1468}  # steps of 4,096 tokens
+DECAY=${DECAY:-367}
+mkdir -p "$OUT"
+. runs/scale/judge.sh
+
+train() {  # train MODEL FOLDER SEED OPTION...
+  model=$1 folder=$2 seed=$3
+  shift 3
+  kvcat train small --model "$model" --output "$folder" --seq-len 1024 --batch-size 4 \
+    --peak-lr 4e-3 --seed "$seed" --validation-sequences 16 --validation-every 367 \
+    --checkpoint-every 100 --log-every 10 --device "$DEVICE" "$@"
+}
+
+last_fifth() {  # last_fifth LABEL BEGUN SEED OPTION...: trained from the export of BEGUN, and judged
+  label=$1 begun=$2 seed=$3
+  shift 3
+  if is_recorded "$label@$seed"; then return; fi
+  train "$begun/export" "$OUT/$label-s$seed" "$((seed + 100))" --max-steps "$DECAY" \
+    --warmup-steps 6 --min-lr 2e-4 "$@"
+  judge "$label@$seed" "$OUT/$label-s$seed/export" "$OUT/$label-s$seed-judged"
+}
+
+for seed in $SEEDS; do
+  [ -e "$OUT/fresh-s$seed/config.json" ] || python runs/scale/fresh.py "$OUT/fresh-s$seed" "$seed"
+  train "$OUT/fresh-s$seed" "$OUT/never-s$seed" "$seed" --policy control --max-steps "$CONSTANT" \
+    --warmup-steps 28 --min-lr 4e-3
+  last_fifth control-10.6 "$OUT/never-s$seed" "$seed" --policy control
+  last_fifth rand-last-fifth-10.6 "$OUT/never-s$seed" "$seed" --policy random
+  last_fifth rand-w0.3-last-fifth-10.6 "$OUT/never-s$seed" "$seed" --policy random --mask-weight 0.3
+  train "$OUT/fresh-s$seed" "$OUT/always-s$seed" "$seed" --policy random --max-steps "$CONSTANT" \
+    --warmup-steps 28 --min-lr 4e-3
+  last_fifth rand-from-the-first-step-10.6 "$OUT/always-s$seed" "$seed" --policy random
+done
