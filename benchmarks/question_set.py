@@ -16,6 +16,8 @@ A document has a question for every 60 tokens, and each kind at most once; the k
 the documents. The question is asked in the user's turn and the answer is begun, because small
 models do not begin alike; greedy decoding continues it. ``Asked.is_right`` judges.
 
+A model without a chat template gets the document, the question and "Answer:" as plain text.
+
 Conditions are METHOD@SUPERVISION, as in ``questions.py``; "answer" is a repetition of the document
 in which the model answers, "reconstruction" one in the user's turn. Every answer is written to
 --out when it is made; the same command continues, and with other conditions adds them.
@@ -85,6 +87,10 @@ BY_BYTES = {
     "attention-matching,bits=4@reconstruction": "kvcat, 4 bits",
     "kvpress:KVzipPress@self": "KVzip, 16 bits",
 }
+PLAIN_TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '\\nAnswer: ' }}{% endif %}"
+)
 HEAD_DIM = 64  # of SmolLM2-135M and of Qwen2.5-0.5B
 TOKENS_A_QUESTION = 60
 LONGEST_ANSWER = 16  # tokens
@@ -213,6 +219,8 @@ def ask(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet."""
     known = {(r["document"], r["condition"], r["keep"]) for r in named.records(options.out)}
     model = named.load_for(options.out)
+    if not named.tokenizer.chat_template:
+        named.tokenizer.chat_template = PLAIN_TEMPLATE
     for document in tqdm(documents_of(named, model, options), named.label):
         for record in answered(document, options.conditions, options.keep, known):
             text = {"text": document.window.document}
@@ -365,7 +373,9 @@ def bytes_of(condition: str, keep: float, num_tokens: int) -> float:
 
 
 def _by_bytes(marks: pd.DataFrame, num_tokens: int) -> list[str]:
-    """The table of what a number of bytes is good for."""
+    """The table of what a number of bytes is good for, if some slots have fewer bits."""
+    if not any("bits=" in name for name, _ in marks.columns):
+        return []
     good = of_kind(marks, above_floor(marks))
     dense = good[BASELINES[0]].to_numpy()
     cells = []
@@ -384,7 +394,7 @@ def _by_bytes(marks: pd.DataFrame, num_tokens: int) -> list[str]:
     for share_of_bytes, what, right, kept in sorted(cells, key=lambda cell: cell[0]):
         answers = f"{percent(share(right, documents(good)))}; {kept}"
         lines.append(f"| {100 * share_of_bytes:.1f} % | {what} | {answers} |")
-    return lines if cells else []
+    return lines
 
 
 def _by_kind(marks: pd.DataFrame) -> list[str]:
