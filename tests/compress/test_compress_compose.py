@@ -281,6 +281,21 @@ def test_a_composed_whole_document_with_a_protected_passage_composes_again_as_on
     torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
 
 
+def test_a_whole_session_after_a_short_document_composes_as_one_text_whatever_it_protects(double):
+    first, opening = (whole(double, tokens(n, n, rows=1)) for n in (FIRST, 5))
+    logits = []
+    for protect in ([], [(3, 5)]):
+        session = kvcat.Session(
+            double, byte_tokenizer(), document=opening, budget=30, tail=2, protect=protect
+        )
+        session.append(B[0, :12])
+        session.compact(10)  # all slots, the protected ones first
+        assert session.cache.mean_slots == session.cache.num_tokens
+        again = kvcat.compose(double, [first, session.cache], seam_tokens=7)
+        logits.append(kvcat.replay(double, again, QUESTION[:1]))
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-9)
+
+
 def test_slots_out_of_order_are_not_recorded_as_those_of_the_first_tokens():
     slots = torch.zeros(3, 4)
     ascending = [[HeadSlots(slots, slots, positions=torch.tensor([0, 1, 5]))]]

@@ -23,10 +23,10 @@ from kvcat.cache.files import (
 from kvcat.cache.fingerprint import fingerprint
 from kvcat.cache.first_tokens import first_slots
 from kvcat.cache.forward import PrefixCache, cache_argument, check_no_padding, guard
-from kvcat.cache.heads import HeadSlots
+from kvcat.cache.heads import HeadGrid, HeadSlots
 from kvcat.cache.layers import PrefixLayer, StaticPrefixLayer, layer_windows
 from kvcat.cache.quantized import QuantizedLayer, quantized_layer
-from kvcat.cache.ranges import num_positions
+from kvcat.cache.ranges import num_positions, slot_positions
 from kvcat.cache.record import CacheRecord
 from kvcat.cache.recurrence import continue_states
 from kvcat.cache.rope import Factors, check_length, rope_border
@@ -174,6 +174,21 @@ class CompactCache:
             for layer in self.layers
         ]
 
+    def heads_of_layers(self) -> list[HeadGrid]:
+        """The heads of every layer, unquantised; they know the positions of their slots also where
+        there is one for every token.
+        """
+        layers = [layer.heads() for layer in self.ordinary_layers()]
+        if self.mean_slots != self.num_tokens:
+            return layers
+        positions = slot_positions(self.record.protected, self.num_tokens)
+        for layer in layers:
+            for row in layer:
+                for number, head in enumerate(row):
+                    if head.positions is None:
+                        row[number] = replace(head, positions=positions.to(head.keys.device))
+        return layers
+
     def followed_by(self, later: "CompactCache") -> "CompactCache":
         """The cache of the prefix and of tokens after it, unquantised.
 
@@ -182,11 +197,13 @@ class CompactCache:
                 many examples. Its protected ranges count from the first of them.
         """
         layers = []
-        for first, second in zip(self.ordinary_layers(), later.ordinary_layers(), strict=True):
-            rows = zip(first.heads(), second.heads(), strict=True)
+        for first, second in zip(self.heads_of_layers(), later.heads_of_layers(), strict=True):
             heads = [
-                [replace(HeadSlots.joined(both), positions=None) for both in zip(*row, strict=True)]
-                for row in rows
+                [
+                    HeadSlots.joined([head, after.moved(self.num_tokens)])
+                    for head, after in zip(*rows, strict=True)
+                ]
+                for rows in zip(first, second, strict=True)
             ]
             layers.append(CompactLayer.of_heads(heads))
         ranges = (*later.record.protected, *later.record.protected_later)

@@ -49,6 +49,11 @@ class HeadSlots:
         """Keys and values in another dtype; the dtype of the log-bias does not change."""
         return replace(self, keys=self.keys.to(dtype), values=self.values.to(dtype))
 
+    def moved(self, num_tokens: int) -> "HeadSlots":
+        """The same keys as those of tokens that come later by so many."""
+        positions = None if self.positions is None else self.positions + num_tokens
+        return replace(self, positions=positions)
+
     def bias_or_zeros(self) -> Float[Tensor, "*heads slots"]:
         """The log-bias; for slots without one 0, in at least float32."""
         if self.log_bias is not None:

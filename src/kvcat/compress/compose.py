@@ -21,7 +21,7 @@ from kvcat.cache import (
     first_ids,
     first_slots,
 )
-from kvcat.cache.ranges import num_positions, slot_positions
+from kvcat.cache.ranges import num_positions
 from kvcat.compress.prefix import clipped
 from kvcat.compress.refit import refit_slots
 from kvcat.compress.trace import Trace
@@ -77,7 +77,7 @@ def compose(
     composed = caches[0].unpacked()
     for cache, num_seam, slots in zip(caches[1:], num_seams[1:], later[1:], strict=True):
         start = composed.num_tokens
-        layers = [[layer] for layer in _heads_of_layers(composed)]
+        layers = [[layer] for layer in composed.heads_of_layers()]
         if num_seam:
             ids = torch.tensor(cache.record.first_ids)[:, :num_seam]
             seam, _ = _encoded(model, composed, ids)
@@ -117,7 +117,7 @@ def append(
     num_tokens = cache.num_tokens + input_ids.shape[1]
     check_length("the document and the text after it", num_tokens, model.config)
     added, states = _encoded(model, cache, input_ids)
-    pairs = zip(_heads_of_layers(cache), added, strict=True)
+    pairs = zip(cache.heads_of_layers(), added, strict=True)
     layers = [_joined([held, new]) for held, new in pairs]
     longer = replace(cache, layers=layers, num_tokens=num_tokens, states=states)
     record = replace(
@@ -126,23 +126,6 @@ def append(
         appended=cache.record.appended + input_ids.shape[1],
     )
     return replace(longer, record=record)
-
-
-def _heads_of_layers(cache: CompactCache) -> list[HeadGrid]:
-    """The heads of every layer of a cache, with the positions of their slots where these follow
-    from it.
-    """
-    layers = [layer.heads() for layer in cache.ordinary_layers()]
-    if cache.mean_slots != cache.num_tokens:
-        return layers
-    # a slot for every token
-    positions = slot_positions(cache.record.protected, cache.num_tokens)
-    for layer in layers:
-        for row in layer:
-            for number, head in enumerate(row):
-                if head.positions is None:
-                    row[number] = replace(head, positions=positions.to(head.keys.device))
-    return layers
 
 
 def _joined(sections: Sequence[HeadGrid]) -> Layer:
@@ -164,7 +147,7 @@ def slots_behind(
     Raises:
         InputError: it does not record them, and ``required`` says that it must.
     """
-    layers = _heads_of_layers(cache)
+    layers = cache.heads_of_layers()
     heads = [head for layer in layers for row in layer for head in row]
     if all(head.positions is not None for head in heads):
         return [[[_from(head, num_tokens) for head in row] for row in layer] for layer in layers]
@@ -224,8 +207,7 @@ def _moved(heads: HeadGrid, rotation: KeyRotation, layer: int) -> HeadGrid:
             keys = head.keys
             if len(keys):
                 keys = rotation(keys[None, None], layer)[0, 0]
-            positions = None if head.positions is None else head.positions + rotation.shift
-            of_example.append(replace(head, keys=keys, positions=positions))
+            of_example.append(replace(head.moved(rotation.shift), keys=keys))
         moved.append(of_example)
     return moved
 
@@ -311,7 +293,7 @@ def _first_slots_of_longer(cache: CompactCache, longer: CompactCache) -> FirstSl
     if knows_positions or cache.num_tokens < NUM_FIRST:
         return ()
     num_protected = num_positions(cache.record.protected)
-    return cache.record.first_slots or first_slots(_heads_of_layers(cache), num_protected)
+    return cache.record.first_slots or first_slots(cache.heads_of_layers(), num_protected)
 
 
 def _check(model: PreTrainedModel, caches: Sequence[CompactCache], seam_tokens: int) -> None:
