@@ -5,9 +5,10 @@
     python runs/scale/curve.py --has MODEL@SEED      # exit code 1 if a point is not in it
 
 ``records.csv.gz`` holds a row for every model, training seed, supervision, method, keep ratio and
-window. A model's name is FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``:
-768 + 256 tokens, caches fitted to the scored text as in the paper; ``reconstruction``: 384 + 128
-tokens, caches made from the text alone.
+window; ``scratch.csv.gz`` those of the models trained from scratch. A model's name is
+FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``: 768 + 256 tokens, caches
+fitted to the scored text as in the paper; ``reconstruction``: 384 + 128 tokens, caches made from
+the text alone.
 
 The primary cells, named before any run: KL under the paper's method and under the default at 5 % of
 the slots (suffix), NLL on that default cache, and the dense loss. Figures are those of ``kvcat
@@ -31,6 +32,7 @@ from add_records import VALUES, window_of, write
 from records import DEFAULT, PAPER, cell_record
 
 FILE = Path(__file__).with_name("records.csv.gz")
+SCRATCH = Path(__file__).with_name("scratch.csv.gz")  # of scratch.sh
 QUEUE = Path(__file__).with_name("queue.txt")
 KEY = ["model", "seed", "supervision", "method", "keep_ratio", "document", "window"]
 COLUMNS = {  # metric, supervision, method; at 5 % of the slots

@@ -4,8 +4,8 @@
     python runs/smollm2/tables.py --write        # renews those of docs/results.md
     python runs/smollm2/tables.py --check        # exit code 1 if they are different
 
-A table's name is ``scale``, ``recall``, ``summary``, ``controls``, ``price-shares``, ``exact``,
-``exact-tech``, ``exact-code``, ``peers``, ``price``, ``price-router`` or
+A table's name is ``scale``, ``scratch``, ``recall``, ``summary``, ``controls``, ``price-shares``,
+``exact``, ``exact-tech``, ``exact-code``, ``peers``, ``price``, ``price-router`` or
 [DATE/]TEXT/MODEL[@SEED][:CONTROL], with TEXT and MODEL as in ``records.py``, and DATE that of the
 code that evaluated (2026-11-25). Without a seed it is the mean of all runs that the model and its
 control both have; runs of several dates are joined by a plus sign (2026-11-26+2026-11-27). The page
@@ -138,6 +138,7 @@ def table(name: str) -> str:
     """A table as Markdown, with the command that prints it."""
     special = {
         "scale": lambda: curve.table(curve.read()),
+        "scratch": lambda: curve.table(curve.read(curve.SCRATCH)),
         "recall": recall,
         "summary": summary,
         "controls": controls,
