@@ -90,6 +90,7 @@ def test_a_conversation_in_another_template_than_the_documents_is_rejected(serve
         ({"kvcat": []}, 400, "must name a document"),
         ({"kvcat": "damaged"}, 500, "document 'damaged': the store/"),
         ({"model": "gpt"}, 404, "no model 'gpt'; there is 'tiny'"),
+        ({"model": None}, 400, "the field model is missing"),
         ({"messages": None}, 400, "messages is missing"),
         ({"messages": [{"role": "system", "content": "x"}]}, 400, "first one the user's"),
         ({"messages": [TURN, {"content": "x"}]}, 400, "message 2 has the role None"),

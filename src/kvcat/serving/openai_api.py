@@ -52,10 +52,11 @@ def parse_request(body: bytes, *, is_chat: bool, model: str, most_tokens: int) -
     fields = {name: value for name, value in fields.items() if value is not None}
     content_name = "messages" if is_chat else "prompt"
     _check_fields(fields, content_name)
-    if fields.get("model") != model:
-        raise RequestError(404, f"no model {str(fields.get('model'))[:80]!r}; there is {model!r}")
-    if content_name not in fields:
-        raise RequestError(400, f"the field {content_name} is missing")
+    for name in ("model", content_name):
+        if name not in fields:
+            raise RequestError(400, f"the field {name} is missing")
+    if fields["model"] != model:
+        raise RequestError(404, f"no model {str(fields['model'])[:80]!r}; there is {model!r}")
     content = fields[content_name]
     if not is_chat and not isinstance(content, str):
         raise RequestError(400, "prompt must be one text")
