@@ -237,10 +237,11 @@ def test_a_store_of_other_settings_is_rejected_before_the_model_is_loaded(
 def test_a_run_without_a_single_cache_ends_with_an_error(tiny_folder, tmp_path, capsys):
     file = tmp_path / "corpus.jsonl"
     file.write_text(json.dumps({"id": "long", "text": "".join(sentences(60))}) + "\n")
-    assert kvcat("corpus", tiny_folder, file, "-o", tmp_path / "s") == 2
+    store = tmp_path / "my store"
+    assert kvcat("corpus", tiny_folder, file, "-o", store) == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last == f"kvcat: 1 of 1 documents have no cache: `kvcat info {tmp_path / 's'}`"
-    assert "tokens, and the model 256 positions" in Store(tmp_path / "s").rows[0].error
+    assert last == f"kvcat: 1 of 1 documents have no cache: `kvcat info '{store}'`"
+    assert "tokens, and the model 256 positions" in Store(store).rows[0].error
 
 
 def test_each_of_many_failed_documents_is_shown_and_how_many_others_there_are(

@@ -81,7 +81,7 @@ def test_a_table_without_the_column(tiny_folder, tmp_path, mistake):
         ("attention-matching,no_such_option=1", "no_such_option"),
         (
             "attention-matching,budgets=missing.json",
-            "a file of `kvcat budgets`, not",
+            "a file of `kvcat budgets`, not 'missing.json', which is no file",
         ),
         ("attention-matching,bits=3", "bits"),
         ("kvpress:NoSuchPress", "NoSuchPress"),

@@ -1,5 +1,6 @@
 """The command ``kvcat corpus``: the caches of many documents, as a store."""
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import fields
@@ -110,8 +111,9 @@ def corpus(
     _show(result, output, corpus_settings)
     num_failed = len(result.failures)
     if num_failed:
+        look = shlex.join(["kvcat", "info", str(output)])
         raise InputError(
-            f"{num_failed} of {result.num_documents} documents have no cache: `kvcat info {output}`"
+            f"{num_failed} of {result.num_documents} documents have no cache: `{look}`"
         )
 
 

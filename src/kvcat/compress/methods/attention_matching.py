@@ -223,7 +223,8 @@ def _check_budget_file(budgets: str) -> None:
     if not expanded(budgets).is_file():
         choices = ", ".join(BUDGETS)
         raise InputError(
-            f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}"
+            f"budgets must be one of {choices}, or a file of `kvcat budgets`, not {budgets!r}, "
+            "which is no file"
             f"{did_you_mean(budgets, BUDGETS)}"
         )
     load_budgets(budgets)
