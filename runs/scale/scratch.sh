@@ -17,30 +17,29 @@ mkdir -p "$OUT"
 . runs/scale/judge.sh
 
 train() {  # train MODEL FOLDER SEED OPTION...
-  model=$1 folder=$2 seed=$3
+  from=$1 to=$2 order=$3
   shift 3
-  kvcat train small --model "$model" --output "$folder" --seq-len 1024 --batch-size 4 \
-    --peak-lr 4e-3 --seed "$seed" --validation-sequences 16 --validation-every 367 \
-    --checkpoint-every 100 --log-every 10 --device "$DEVICE" "$@"
+  kvcat train small --model "$from" --output "$to" --seq-len 1024 --batch-size 4 --peak-lr 4e-3 \
+    --seed "$order" --validation-sequences 16 --validation-every 367 --checkpoint-every 100 \
+    --log-every 10 --device "$DEVICE" "$@"
 }
 
-last_fifth() {  # last_fifth LABEL BEGUN SEED OPTION...: trained from the export of BEGUN, and judged
-  label=$1 begun=$2 seed=$3
-  shift 3
+last_fifth() {  # last_fifth LABEL BEGUN OPTION...: after four fifths of BEGUN, never or always
+  label=$1 begun=$OUT/$2-s$seed
+  case $2 in never) policy=control ;; always) policy=random ;; esac
+  shift 2
   if is_recorded "$label@$seed"; then return; fi
+  [ -e "$OUT/fresh-s$seed/config.json" ] || python runs/scale/fresh.py "$OUT/fresh-s$seed" "$seed"
+  train "$OUT/fresh-s$seed" "$begun" "$seed" --policy $policy --max-steps "$CONSTANT" \
+    --warmup-steps 28 --min-lr 4e-3
   train "$begun/export" "$OUT/$label-s$seed" "$((seed + 100))" --max-steps "$DECAY" \
     --warmup-steps 6 --min-lr 2e-4 "$@"
   judge "$label@$seed" "$OUT/$label-s$seed/export" "$OUT/$label-s$seed-judged"
 }
 
 for seed in $SEEDS; do
-  [ -e "$OUT/fresh-s$seed/config.json" ] || python runs/scale/fresh.py "$OUT/fresh-s$seed" "$seed"
-  train "$OUT/fresh-s$seed" "$OUT/never-s$seed" "$seed" --policy control --max-steps "$CONSTANT" \
-    --warmup-steps 28 --min-lr 4e-3
-  last_fifth control-10.6 "$OUT/never-s$seed" "$seed" --policy control
-  last_fifth rand-last-fifth-10.6 "$OUT/never-s$seed" "$seed" --policy random
-  last_fifth rand-w0.3-last-fifth-10.6 "$OUT/never-s$seed" "$seed" --policy random --mask-weight 0.3
-  train "$OUT/fresh-s$seed" "$OUT/always-s$seed" "$seed" --policy random --max-steps "$CONSTANT" \
-    --warmup-steps 28 --min-lr 4e-3
-  last_fifth rand-from-the-first-step-10.6 "$OUT/always-s$seed" "$seed" --policy random
+  last_fifth control-10.6 never --policy control
+  last_fifth rand-last-fifth-10.6 never --policy random
+  last_fifth rand-w0.3-last-fifth-10.6 never --policy random --mask-weight 0.3
+  last_fifth rand-from-the-first-step-10.6 always --policy random
 done
