@@ -296,7 +296,8 @@ def table(rows: pd.DataFrame) -> str:
                 head = f"**{model}, {half} documents of {length:,} tokens**"
                 lines += [head, "", *_by_condition(marks), ""]
                 if rank == 0:
-                    lines += [*_by_bytes(marks, length), "", *_by_kind(marks), ""]
+                    for rows_of_table in filter(None, (_by_bytes(marks, length), _by_kind(marks))):
+                        lines += [*rows_of_table, ""]
     return "\n".join(lines)
 
 
