@@ -375,7 +375,7 @@ def bytes_of(condition: str, keep: float, num_tokens: int) -> float:
 
 def _by_bytes(marks: pd.DataFrame, num_tokens: int) -> list[str]:
     """The table of what a number of bytes is good for, if some slots have fewer bits."""
-    if not any("bits=" in name for name, _ in marks.columns):
+    if not any("bits=" in name and name in BY_BYTES for name, _ in marks.columns):
         return []
     good = of_kind(marks, above_floor(marks))
     dense = good[BASELINES[0]].to_numpy()

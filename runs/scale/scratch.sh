@@ -1,8 +1,8 @@
 #!/bin/sh
-# KV-CAT in a training from scratch, of kvcat-base's shape at 10.6 tokens a parameter: from the first
-# step, in the last fifth alone, in which the learning rate decays, or not at all, on the same tokens
-# in the same order. All begin with the same random weights and have a constant rate for four fifths;
-# the last fifth begins with new moments of the optimizer and other tokens, for all of them.
+# KV-CAT (Rand) in a training from scratch, of kvcat-base's shape at 10.6 tokens a parameter: from the
+# first step, in the last fifth alone, in which the learning rate decays, or not at all, on the same
+# tokens in the same order. All begin with the same random weights and have a constant rate for four
+# fifths; the last fifth begins with new moments of the optimizer and other tokens, for all of them.
 # Trains, judges and records one model after the other, without those that RECORDS has; if it is
 # stopped, the same command continues. It takes about three hours of an idle core for a seed.
 # `python runs/scale/curve.py --records runs/scale/scratch.csv.gz` prints what came out.

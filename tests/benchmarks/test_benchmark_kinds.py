@@ -128,6 +128,16 @@ def test_documents_are_the_same_again_take_all_kinds_in_turns_and_fit():
     assert not missing - {COMPLETION}
 
 
+def test_without_a_chat_template_document_question_and_answer_are_plain_text():
+    made = document(0)
+    made.tokenizer.chat_template = question_set.PLAIN_TEMPLATE
+    text = made.tokenizer.bos_token + " ".join(made.made[0])
+    assert made.tokenizer.decode(made.ids) == text
+    asked = made.made[1][0]
+    begun = made.tokenizer.decode(made.begun(asked))
+    assert begun == f"\n\n{asked.question}\nAnswer: {asked.begun}"
+
+
 def test_halves_share_no_person():
     texts = {
         half: " ".join(
