@@ -2,9 +2,11 @@
 
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -27,6 +29,12 @@ def script(name, *arguments):
     return done.stdout if done.returncode == 0 else done.stderr.splitlines()[-1]
 
 
+def recall(*arguments):
+    """Run recall.py in this process, which has loaded the packages."""
+    with patch.object(sys, "argv", ["recall.py", *map(str, arguments)]):
+        runpy.run_path(str(FOLDER / "recall.py"))["main"]()
+
+
 @pytest.fixture(scope="module")
 def recalled(tmp_path_factory, tiny_folder):
     """Documents of 256 tokens that are recalled."""
@@ -34,7 +42,7 @@ def recalled(tmp_path_factory, tiny_folder):
     lines = [f"{number} The cat sees a red house by the river.\n" for number in range(1500)]
     (folder / "a.txt").write_text("".join(lines))
     file = folder / "recall.jsonl"
-    script("recall.py", folder / "a.txt", "--model", tiny_folder, "--seq-len", 256, "-o", file)
+    recall(folder / "a.txt", "--model", tiny_folder, "--seq-len", 256, "-o", file)
     return file
 
 
@@ -59,7 +67,7 @@ def test_the_control_has_the_text_of_the_same_places_without_a_repetition(
     recalled, tiny_folder, tmp_path
 ):
     options = ["--model", tiny_folder, "--seq-len", 256, "--plain", "-o", tmp_path / "plain.jsonl"]
-    script("recall.py", recalled.with_name("a.txt"), *options)
+    recall(recalled.with_name("a.txt"), *options)
     encode = TextEncoder(load_tokenizer(str(tiny_folder)))
     plain, twice = (
         [json.loads(line)["text"] for line in file.read_text().splitlines()]

@@ -463,11 +463,16 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
         ([], {}),
         (["--keep", 0.5, "--seed", 3], {"keep_ratio": 0.5, "seed": 3}),
         (["--slots", 4, "--bits", 4], {"num_slots": 4, "bits": "4"}),
-        (
+        pytest.param(
             ["--method", "gradient,num_steps=2", "--slots", 3],
             {"method": "gradient,num_steps=2", "num_slots": 3},
+            marks=pytest.mark.slow,
         ),
-        (["--keep", 0.5, "--in-pieces"], {"keep_ratio": 0.5, "in_pieces": True}),
+        pytest.param(
+            ["--keep", 0.5, "--in-pieces"],
+            {"keep_ratio": 0.5, "in_pieces": True},
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_the_command_the_function_and_a_corpus_of_one_text_make_the_same_file(

@@ -117,6 +117,7 @@ def evaluated(out, name, *options):
     return {(record.method, record.keep_ratio, record.step) for record in read_records(out)}
 
 
+@pytest.mark.slow
 def test_a_needle_run_ends_in_records_of_both_methods_the_baselines_and_a_page(tmp_path):
     out = tmp_path / "out"
     method = (
@@ -167,6 +168,7 @@ def test_longbench_and_multiple_choice_run_and_a_model_that_cannot_do_it_is_labe
     assert len({record.stratum for record in read_records(tmp_path / "qa")}) == 8
 
 
+@pytest.mark.slow
 def test_a_profile_ends_in_a_table(tmp_path, capsys):
     data = write_texts(tmp_path / "texts", documents=8, length=60)
     argv = ["eval", "profile", "kvcat-base", "--data", data, "--out", tmp_path / "out"]

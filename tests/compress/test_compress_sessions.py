@@ -725,7 +725,7 @@ def test_turns_are_appended_once_and_are_those_of_the_whole_conversation(model, 
 def test_a_control_token_that_a_setting_names_as_the_end_is_appended_once(tokenizer, ends):
     # every logit is 0, so that every token is the first one, <eos>
     model = loud_model(vocab_size=len(tokenizer), max_position_embeddings=256, eos_token_id=5)
-    model.model.norm.weight.data.zero_()
+    model.lm_head.weight.data.zero_()
     tokenizer = byte_tokenizer()
     tokenizer.chat_template = CHATML
     session = Session(model, tokenizer, budget=250, tail=8)

@@ -8,14 +8,17 @@ from kvcat.compress import (
     AttentionMatching,
     Eviction,
     Reconstruction,
+    Session,
     compare,
+    compress_document,
+    document_trace,
     reconstruction,
     replay,
     trace,
 )
 from kvcat.compress.compare import replay_hidden, supervised_kl
 from kvcat.errors import InputError
-from tiny import byte_tokenizer, loud_model
+from tiny import byte_tokenizer, loud_model, refusal
 
 
 def test_a_trace_holds_what_the_model_computes(model, windows, traced):
@@ -54,6 +57,21 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
     full = compare(traced, traced.dense_cache())
     assert torch.allclose(full.kl, torch.zeros(3), atol=1e-6)
     assert torch.equal(full.top1, torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda model: trace(model, torch.arange(3, 15)[None], 8),
+        lambda model: document_trace(model, byte_tokenizer(), "a red cat"),
+        lambda model: compress_document(model, byte_tokenizer(), "a red cat"),
+        lambda model: Session(model, byte_tokenizer()),
+    ],
+)
+def test_a_model_of_transformers_is_tested_before_its_first_use(begin):
+    # its attention splits heads in two: what follows a compact cache would be wrong
+    model = loud_model("diffllama", vocab_size=300)
+    assert "DiffLlamaForCausalLM is not supported: tokens after a" in refusal(begin, model)
 
 
 REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budgets="adaptive")]

@@ -86,6 +86,7 @@ def test_a_folder_gives_its_readable_files_in_the_order_of_their_names(tmp_path)
     assert pairs(tmp_path) == [("a.jsonl#0", "row"), ("b/z.txt#0", "z"), ("c.md#0", "c")]
 
 
+@pytest.mark.slow
 def test_the_installed_corpus_holds_the_library_and_packages_without_tests():
     documents = {d.id: d for d in open_documents("installed")}
     names = list(documents)

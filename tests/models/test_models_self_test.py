@@ -1,12 +1,14 @@
 """The self-test tells a wrong attention from rounding, in every dtype."""
 
+import importlib
+
 import pytest
 import torch
 from models_zoo import BASE, SUPPORTED, supported
 from torch import nn
 
 from kvcat.attention import interface
-from kvcat.models import decoder_layers, output_head, self_test
+from kvcat.models import check_supported, decoder_layers, output_head, self_test
 from kvcat.models.exact_copy import exact_copy
 from kvcat.models.rotation import KeyRotation
 from kvcat.serving.widen import widen
@@ -37,6 +39,34 @@ def spread(model):
         model.set_attn_implementation(name)
         logits.append(model(input_ids=ids, use_cache=False).logits.double())
     return float((logits[0] - logits[1]).norm() / logits[0].norm())
+
+
+def test_a_model_is_tested_once_for_its_configuration_classes_and_dtype(monkeypatch):
+    module = importlib.import_module("kvcat.models.self_test")
+    tested = []
+
+    def watched(model):
+        tested.append(model.dtype)
+        self_test(model)
+
+    monkeypatch.setattr(module, "_PASSED", set())
+    monkeypatch.setattr(module, "self_test", watched)
+    for dtype in (torch.float32, torch.float32, torch.bfloat16):
+        check_supported(model := loud_model(dtype=dtype))
+        assert model.config._attn_implementation == "kvcat"
+    assert tested == [torch.float32, torch.bfloat16]
+    check_supported(loud_model(rope_parameters={"rope_type": "default", "rope_theta": 500.0}))
+    assert len(tested) == 3
+    changed = loud_model()
+    attention = decoder_layers(changed)[1].self_attn
+
+    class WithoutGate(type(attention)):
+        def forward(self, *args, kv_gate=None, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    attention.__class__ = WithoutGate
+    for _ in range(2):  # what failed is tested again
+        assert "gate of one of its layers gets no gradient" in refusal(check_supported, changed)
 
 
 @pytest.mark.parametrize("dtype", HALF)

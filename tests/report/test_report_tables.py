@@ -287,6 +287,7 @@ def test_a_model_that_is_called_like_a_column_of_the_table_has_a_column_of_its_o
         assert table.frame[name].astype(str).tolist() == same.frame[other].astype(str).tolist()
 
 
+@pytest.mark.slow
 def test_missing_seeds_and_training_runs_are_named_like_missing_examples(tmp_path):
     made_up = made_up_records(("base", "kvcat"), num_documents=4, methods=("snapkv", "gradient"))
     records = [r for r in made_up if r.model == "base"]
@@ -378,6 +379,7 @@ def test_the_papers_cell_is_found_by_evaluation_label_method_keep_step_and_strat
     assert Paper(None, figures, dataset).printed(*cell) == ""
 
 
+@pytest.mark.slow
 def test_other_corpora_of_the_paper_go_by_the_name_of_ours_and_others_get_a_note(folders):
     paper = Paper("Qwen2.5-1.5B", find_evaluation("suffix").paper, "arxiv:test")
     assert (paper.printed("base", "attention-matching", 0.05, -1, "delta_ppl"), paper.note) == (

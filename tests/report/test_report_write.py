@@ -210,6 +210,7 @@ def sentences(page):
     return re.findall(r'<p class="verdict">(.*?)</p>', page.read_text(), flags=re.DOTALL)
 
 
+@pytest.mark.slow
 def test_the_page_begins_with_one_sentence_on_the_outcome(report, tmp_path):
     folder = write_results(tmp_path / "alone", made_up_records(("base",), 6, METHODS))
     of_models = sentences(report)
@@ -242,6 +243,7 @@ def test_a_share_is_in_per_cent_in_the_sentence_and_has_one_unit_in_the_caption(
     assert not any("()" in caption.read_text() for caption in captions)
 
 
+@pytest.mark.slow
 def test_models_are_shown_even_if_another_one_was_stopped_in_its_baselines(tmp_path):
     records = made_up_needle(per_depth=4)
     stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]
@@ -311,6 +313,7 @@ def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_a_method_has_one_colour_in_all_sections(tmp_path):
     folders = []
     for name, methods in (("a", METHODS), ("b", METHODS[1:])):

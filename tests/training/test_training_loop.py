@@ -314,6 +314,7 @@ def test_a_record_and_a_line_without_a_terminal_show_rates_norms_speed_and_the_r
     }  # the weights of bfloat16 compute
 
 
+@pytest.mark.slow
 def test_tensorboard_gets_every_number_of_every_record(tmp_path, new_run):
     pytest.importorskip("tensorboard", reason="needs kvcat[tensorboard]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

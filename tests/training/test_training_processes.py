@@ -70,21 +70,12 @@ def _member(run, folder, rank, size, port):
     "options",
     [
         {},
-        *(
-            pytest.param(options, marks=pytest.mark.slow)
-            for options in (
-                {"policy": "random", "prefix_range": (0.25, 0.9)},
-                {
-                    "policy": "attention",
-                    "dtype": "bfloat16",
-                    "micro_batch_size": None,
-                    "max_steps": 2,
-                },
-            )
-        ),
+        {"policy": "random", "prefix_range": (0.25, 0.9)},
+        {"policy": "attention", "dtype": "bfloat16", "micro_batch_size": None, "max_steps": 2},
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_two_processes_equal_one(options, tmp_path, new_run):
     options = {
         "max_steps": 4,
@@ -120,6 +111,7 @@ def test_a_run_continues_with_another_number_of_processes(tmp_path, new_run):
         assert_close(whole.output, split.output, weights=2e-4)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_reported_by_every_process_before_anything_is_written(tmp_path, new_run):
     said = train_in_processes(new_run(batch_size=3), tmp_path)
     assert ["batch_size 3 does not divide into 2 processes" in message for message in said] == [

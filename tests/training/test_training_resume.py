@@ -141,6 +141,7 @@ def test_a_finished_run_is_exported_again_in_another_type_even_after_a_kill(monk
     assert {value.dtype for value in exported(run.output).values()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_run_with_parameters_that_get_no_gradient_resumes(monkeypatch, new_run):
     original = run_module.load
 
@@ -212,6 +213,7 @@ def test_a_run_is_neither_continued_nor_exported_with_another_model_in_the_place
     train(run, progress=False)
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_to_a_larger_number_of_steps(capsys, new_run):
     run = new_run(policy="control", max_steps=4, checkpoint_every=1)
     train(run, progress=False)

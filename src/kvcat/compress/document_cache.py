@@ -11,7 +11,6 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.attention import check_not_wrapped
 from kvcat.cache import BeyondHalfError, CompactCache
 from kvcat.cache.ranges import Range
 from kvcat.compress.base import Compressor, slots_for
@@ -28,7 +27,7 @@ from kvcat.compress.quantized import slots_and_bits
 from kvcat.compress.registry import seeded_compressor
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.errors import InputError, check_kind
-from kvcat.models import positions_of
+from kvcat.models import check_supported, positions_of
 from kvcat.settings import DEFAULT_BITS, CacheSettings, DocumentSettings
 
 OnTry = Callable[[int, float], None]
@@ -92,7 +91,7 @@ def compress_document(
     """
     settings = DocumentSettings() if settings is None else settings
     check_kind(DocumentSettings, "a DocumentSettings or None", settings=settings)
-    check_not_wrapped(model)
+    check_supported(model)
     return compress_prepared(model, prepare_document(tokenizer, model.config, text, settings))
 
 

@@ -9,7 +9,6 @@ from typing import get_args
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from kvcat.attention import check_not_wrapped
 from kvcat.cache import CacheRecord, CompactCache
 from kvcat.cache.ranges import Range
 from kvcat.compress.parts import (
@@ -21,7 +20,7 @@ from kvcat.compress.parts import (
 from kvcat.compress.trace import Reconstruction, Trace
 from kvcat.compress.tracing import check_positions, trace
 from kvcat.errors import InputError, check_kind, check_one_of
-from kvcat.models import positions_of
+from kvcat.models import check_supported, positions_of
 from kvcat.options import DocumentSupervision
 from kvcat.text.encoder import Piece, TextEncoder, check_text, opening_ids
 from kvcat.text.template import ChatTemplate
@@ -140,7 +139,7 @@ def document_trace(
         InputError: an empty document, one too long for the model's positions; and as
             ``reconstruction``.
     """
-    check_not_wrapped(model)
+    check_supported(model)
     check_one_of("supervision of a document", supervision, get_args(DocumentSupervision))
     sequence = reconstruction(tokenizer, text, chat=chat, positions=positions_of(model.config))
     return sequence_trace(model, sequence, supervision=supervision, room=room, in_parts=in_parts)

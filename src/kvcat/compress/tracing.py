@@ -9,7 +9,6 @@ import torch
 from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from kvcat.attention import check_not_wrapped
 from kvcat.cache import (
     CompactCache,
     CompactLayer,
@@ -31,7 +30,14 @@ from kvcat.compress.trace import (
 )
 from kvcat.errors import InputError, check_in, check_kind, check_least, check_one_of, whole
 from kvcat.memory import CHUNK_TOKENS, return_freed_memory
-from kvcat.models import Capture, capture, frozen, layer_states, positions_of
+from kvcat.models import (
+    Capture,
+    capture,
+    check_supported,
+    frozen,
+    layer_states,
+    positions_of,
+)
 from kvcat.models.rounded import Rounded
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor
@@ -50,7 +56,8 @@ def trace(
     """The trace of a forward pass over prefix and suffix, for compression and comparison.
 
     Args:
-        model: a decoder-only transformers model.
+        model: a decoder-only transformers model, not sharded; the first one of its configuration
+            is tested (``kvcat.models.self_test``).
         input_ids: windows of equal length, or a reconstruction sequence, which determines the
             prefix length.
         prefix_len: number of tokens to compress, in [1, tokens); with "self" it may be all tokens,
@@ -68,12 +75,12 @@ def trace(
         chunk_tokens: largest number of tokens per example that run at once (``capture``).
 
     Raises:
-        InputError: the lengths are not valid; the model is in a wrapper, has weights without data,
-            has too few positions, or no layer that can be compressed (all have sliding windows
-            shorter than the sequence, or recurrent states); ``past`` is a cache of another prefix
-            or model; or the room is negative.
+        InputError: the lengths are not valid; the model is not supported or in a wrapper, has
+            weights without data, too few positions, or no layer that can be compressed (all have
+            sliding windows shorter than the sequence, or recurrent states); ``past`` is a cache of
+            another prefix or model; or the room is negative.
     """
-    check_not_wrapped(model)
+    check_supported(model)
     check_kind((CompactCache, NoneType), "a CompactCache or None", past=past)
     check_least(1, chunk_tokens=chunk_tokens)
     check_least(0, room=0 if room is None else room)

@@ -16,7 +16,7 @@ from kvcat.models.masked_pass import HiddenOutput as HiddenOutput, MaskedPass as
 from kvcat.models.output_head import (
     logits_from_hidden as logits_from_hidden, output_head as output_head,
 )
-from kvcat.models.self_test import self_test as self_test
+from kvcat.models.self_test import check_supported as check_supported, self_test as self_test
 from kvcat.models.structure import (
     attention_sinks as attention_sinks, check_length as check_length,
     decoder_layers as decoder_layers, frozen as frozen,

@@ -41,7 +41,7 @@ from kvcat.hub import SMOLLM2, check_no_adapter, local_folder, models_home
 from kvcat.memory import is_out_of_memory
 from kvcat.models.gguf_file import check_all_used, check_gguf_reader, gguf_config
 from kvcat.models.gguf_tokenizer import follow_gguf_settings
-from kvcat.models.self_test import self_test
+from kvcat.models.self_test import check_supported
 from kvcat.models.unused_weights import check_weights
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
@@ -65,7 +65,7 @@ def load(
     """A decoder-only causal LM and its tokenizer.
 
     The model has transformers' class, is in evaluation mode and has kvcat's attention. It has all
-    weights of the folder or file and has passed ``self_test``. No code from the folder runs.
+    weights of the folder or file and has passed ``check_supported``. No code from the folder runs.
 
     Args:
         name_or_path: folder, .gguf file, Hub name, "kvcat-base", or "smollm2-135m" (see ``get``).
@@ -87,7 +87,7 @@ def load(
         model = _load_model(path, DTYPES[dtype])
     model.config.name_or_path = str(name_or_path)
     model.to(torch_device).eval()  # type: ignore[arg-type]
-    self_test(model)
+    check_supported(model)
     return model, loaded_tokenizer
 
 

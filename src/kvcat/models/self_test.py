@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvcat.attention import NAME, enable
+from kvcat.attention import NAME, check_not_wrapped, enable
 from kvcat.cache import (
     CacheRecord,
     CompactCache,
@@ -30,6 +30,7 @@ from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
 _MAX_TOKENS = 16
+_PASSED: set[tuple[object, ...]] = set()  # what of a model counts for the test
 
 
 class _FixedScores(SparsificationPolicy):
@@ -62,6 +63,28 @@ class _Example:
     tokens: Int[Tensor, "batch tokens"]
     keep: Float[Tensor, "batch tokens"]
     logits: Float[Tensor, "batch tokens vocab"]
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """``self_test``, unless in this process a model has passed it that has the same configuration,
+    classes of modules, dtype and device. The model then has kvcat's attention.
+
+    Raises:
+        InputError: a wrapper of a model; otherwise as ``self_test``.
+    """
+    check_not_wrapped(model)
+    if _tested_parts(model) in _PASSED:
+        enable(model)
+    else:
+        self_test(model)
+
+
+def _tested_parts(model: PreTrainedModel) -> tuple[object, ...]:
+    """What of a model the result of ``self_test`` depends on; not the numbers in its weights."""
+    classes = frozenset(type(module) for module in model.modules())
+    settings = model.config.to_dict()
+    settings = {name: value for name, value in settings.items() if not name.startswith("_")}
+    return type(model), classes, repr(settings), model.dtype, model.device
 
 
 def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
@@ -123,6 +146,8 @@ def self_test(model: PreTrainedModel, *, split: bool = False) -> None:
         raise InputError(f"{class_name} is not supported: {reason}") from error
     if complaint is not None:
         raise InputError(f"{class_name} is not supported: {complaint}")
+    if not split:
+        _PASSED.add(_tested_parts(model))
 
 
 @torch.enable_grad()

@@ -45,7 +45,7 @@ from kvcat.generate import (
     end_tokens,
     generate,
 )
-from kvcat.models import check_length, logits_from_hidden, positions_of
+from kvcat.models import check_length, check_supported, logits_from_hidden, positions_of
 from kvcat.text.encoder import TextEncoder
 from kvcat.text.turns import Turns
 from kvcat.types import Float, Int, Tensor
@@ -121,6 +121,7 @@ class Session:
         check_least(1, tail=tail, piece=piece)
         check_least(0, num_kept=num_kept)
         self._compressor = checked_method(method)
+        check_supported(model)
         self._obstacle = compaction_obstacle(model.config)
         if self._obstacle and (document is None or budget_bytes is not None):
             raise InputError(self._obstacle)
