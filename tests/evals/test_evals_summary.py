@@ -348,6 +348,16 @@ def test_models_without_shown_ability_are_models_below_chance_in_every_evaluatio
         for r in choose(model, 90, 200, "acc_per_char", stratum=task)
     ]
     assert set(models_below_chance(made)) == {"m"}  # 45 % of two choices and of five
+    made = [
+        dataclasses.replace(r, document=task + r.document)
+        for task, methods in {
+            "piqa": ["dense"],
+            "commonsense_qa": ["dense", "h2o", "snapkv"],
+        }.items()
+        for method in methods
+        for r in choose("m", 60, 200, "acc_per_char", method, task)
+    ]
+    assert "not above chance, 35 %" in models_below_chance(made)["m"]  # each example counts once
     gains = {"uses": (0.4, 0.5, 0.6), "ignores": (0.1, -0.1, 0.0)}
     made = [
         record(m, f"d{i}", "0", gain=g)

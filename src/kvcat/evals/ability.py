@@ -71,7 +71,7 @@ def _low_share(rows: pd.DataFrame, name: str) -> str:
     num_documents = examples["document"].nunique()
     if num_documents < FEWEST_DOCUMENTS:
         return f"{num_documents} documents with a dense score, fewer than {FEWEST_DOCUMENTS}"
-    chances = [metric.chance_by_stratum.get(name, metric.chance) for name in rows["stratum"]]
+    chances = [metric.chance_by_stratum.get(name, metric.chance) for name in examples["stratum"]]
     chance = float(np.mean(chances))
     estimate = share(examples[column].to_numpy(), examples["document"].to_numpy(dtype=str))
     if estimate.low > chance:
