@@ -64,7 +64,7 @@ def run_tests(interpreter: str, version: str, torch: str, tests: list[str], any_
     pip = [python, "-m", "pip", "install", "--quiet"]
     subprocess.run([*pip, torch], check=True)
     subprocess.run([*pip, "--editable", f".[{EXTRAS}]", torch, *TEST_PACKAGES], check=True)
-    subprocess.run([python, "-m", "pytest", "-q", *tests], check=True)
+    subprocess.run([python, "-m", "pytest", "-q", "-n", "auto", *tests], check=True)
     return f"tests pass with {torch}"
 
 
