@@ -17,6 +17,7 @@ from kvcat.compress import (
     trace,
 )
 from kvcat.compress.compare import replay_hidden, supervised_kl
+from kvcat.corpus import compress_corpus
 from kvcat.errors import InputError
 from tiny import byte_tokenizer, loud_model, refusal
 
@@ -62,16 +63,23 @@ def test_the_figures_are_those_of_their_definitions(model, windows, traced):
 @pytest.mark.parametrize(
     "begin",
     [
-        lambda model: trace(model, torch.arange(3, 15)[None], 8),
-        lambda model: document_trace(model, byte_tokenizer(), "a red cat"),
-        lambda model: compress_document(model, byte_tokenizer(), "a red cat"),
-        lambda model: Session(model, byte_tokenizer()),
+        lambda model, _: trace(model, torch.arange(3, 15)[None], 8),
+        lambda model, _: document_trace(model, byte_tokenizer(), "a red cat"),
+        lambda model, _: compress_document(model, byte_tokenizer(), "a red cat"),
+        lambda model, folder: compress_corpus(
+            model, byte_tokenizer(), folder / "texts", folder / "store"
+        ),
+        lambda model, _: Session(model, byte_tokenizer()),
     ],
 )
-def test_a_model_of_transformers_is_tested_before_its_first_use(begin):
+def test_a_model_of_transformers_is_tested_before_its_first_use(begin, tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("a red cat")
     # its attention splits heads in two: what follows a compact cache would be wrong
     model = loud_model("diffllama", vocab_size=300)
-    assert "DiffLlamaForCausalLM is not supported: tokens after a" in refusal(begin, model)
+    message = "DiffLlamaForCausalLM is not supported: tokens after a compact cache"
+    assert message in refusal(begin, model, tmp_path)
+    assert not (tmp_path / "store").exists()
 
 
 REPLAYED = [Eviction("streaming"), AttentionMatching(), AttentionMatching(budgets="adaptive")]

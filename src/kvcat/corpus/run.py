@@ -18,7 +18,7 @@ from kvcat.corpus.settings import CorpusSettings
 from kvcat.corpus.sources import Corpus, CorpusDocument, corpus_files
 from kvcat.corpus.store import StoreWriter, open_writer
 from kvcat.errors import check_shard
-from kvcat.models import model_name, positions_of
+from kvcat.models import check_supported, model_name, positions_of
 from kvcat.progress import disable_bar
 
 
@@ -109,6 +109,7 @@ def fill_store(
     """
     if shard is not None:
         check_shard(*shard)
+    check_supported(model)
     settings.check_supported(tokenizer, model.config)
     about = {"model": model_name(model), "fingerprint": fingerprint(model)}
     settings.check_model(about["fingerprint"], about["model"])
