@@ -181,7 +181,8 @@ class MaskedPass(nn.Module):
     prefix is computed once for both passes.
 
     Args:
-        model: a causal LM; it is switched to kvcat's attention and gets hooks until ``close``.
+        model: a causal LM that passed ``self_test``; it is switched to kvcat's attention and gets
+            hooks until ``close``.
         policies: by first layer of each group.
         tau: threshold on the scores, in (0, 1).
         detach_prefix: with a ``prefix_len``, neither the masked pass nor a policy passes a gradient
