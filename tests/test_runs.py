@@ -41,6 +41,56 @@ def test_a_scale_that_does_not_exist_is_rejected_by_every_script_of_the_paper():
         assert run.stderr == "SCALE must be paper or small, not medium\n", file.name
 
 
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a script with a Python that only notes its arguments; returns the run and the notes."""
+    python = tmp_path / "python"
+    notes = tmp_path / "notes"
+    python.write_text(
+        f'#!/bin/sh\necho "$*" >> {notes}\ncase "$*" in *${{FAILING:---has}}*) exit 1 ;; esac\n'
+    )
+    python.chmod(0o755)
+
+    def run(script, **variables):
+        notes.write_text("")
+        folders = {"PYTHON": str(python), "OUT": str(tmp_path / "out")}
+        environment = {**os.environ, **folders, **variables}
+        file = FOLDER.parent / script
+        done = subprocess.run(["sh", file], env=environment, capture_output=True, text=True)
+        return done, notes.read_text().splitlines()
+
+    return run
+
+
+def test_a_queue_with_a_form_that_does_not_exist_trains_nothing(shell, tmp_path):
+    queue = tmp_path / "queue.txt"
+    queue.write_text("# form, tokens a parameter, steps, seed\ncontrol 1 3 1\n\nrand 1 3 2")
+    run, calls = shell("scale/curve.sh", QUEUE=str(queue))
+    trained = [re.findall("(?:--policy|--seed) ([^ ]*)", c) for c in calls if "kvcat train" in c]
+    assert (run.returncode, trained) == (0, [["control", "1"], ["random", "2"]])
+    queue.write_text("control 1 3 1\nrooter 1 3 1\n")
+    run, calls = shell("scale/curve.sh", QUEUE=str(queue))
+    assert (run.returncode, calls) == (2, [])
+    assert run.stderr == "no form rooter: see runs/scale/queue.txt\n"
+    run, calls = shell("scale/curve.sh", QUEUE=str(tmp_path / "none.txt"))
+    assert (run.returncode != 0, calls) == (True, [])
+    assert "none.txt" in run.stderr
+
+
+def test_a_failed_check_ends_the_script_of_the_gpu(shell, tmp_path):
+    texts = {"TEXT": "a", "BOOKS": "b", "PART": "check"}
+    run, calls = shell("smollm2/gpu.sh", FAILING="pytest", **texts)
+    assert run.returncode == 1
+    assert [call for call in calls if "benchmarks" in call] == []
+    run, calls = shell("smollm2/gpu.sh", **texts)
+    assert run.returncode == 0
+    assert sum("training.py" in call for call in calls) == 2
+    kept = sorted(file.stem for file in (tmp_path / "out").glob("*.txt"))
+    assert kept == [f"gpu-{x}" for x in ("attention", "solve", "tests", "training")] + [
+        "gpu-training-compiled"
+    ]
+
+
 def test_a_suffix_is_the_models_trace_only_where_the_same_model_wrote_the_prefix():
     writer = loud_model()
     reader = loud_model(std=0.2)
