@@ -19,6 +19,7 @@ from kvcat.cache import cache_argument
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
 from kvcat.training.plan import flops_per_token
+from page_commands import parsed_options
 from tiny import loud_model, refusal
 
 FOLDER = Path(__file__).parents[1] / "runs" / "smollm2"
@@ -41,25 +42,65 @@ def test_a_scale_that_does_not_exist_is_rejected_by_every_script_of_the_paper():
         assert run.stderr == "SCALE must be paper or small, not medium\n", file.name
 
 
+PYTHON = """#!/bin/sh
+echo "$*" >> NOTES
+case "$*" in *${FAILING:---has}*) exit 1 ;; esac
+while [ $# -gt 1 ]; do
+  case $1 in --output | --out) mkdir -p "$2/export"; echo "{}" > "$2/config.json" ;; esac
+  shift
+done
+"""
+
+
 @pytest.fixture
 def shell(tmp_path):
-    """Runs a script with a Python that only notes its arguments; returns the run and the notes."""
-    python = tmp_path / "python"
+    """Runs a script with a Python that notes its arguments and makes the folders that they name;
+    returns the run and the notes.
+    """
+    programs = tmp_path / "programs"
+    programs.mkdir()
     notes = tmp_path / "notes"
-    python.write_text(
-        f'#!/bin/sh\necho "$*" >> {notes}\ncase "$*" in *${{FAILING:---has}}*) exit 1 ;; esac\n'
-    )
-    python.chmod(0o755)
+    for name, text in {"python": PYTHON, "torchrun": 'shift 2; python "$@"\n'}.items():
+        (programs / name).write_text(text.replace("NOTES", str(notes)))
+        (programs / name).chmod(0o755)
+    folders = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": str(programs / "python"),
+        "OUT": str(tmp_path / "out"),
+    }
 
-    def run(script, **variables):
+    def run(script, *arguments, **variables):
         notes.write_text("")
-        folders = {"PYTHON": str(python), "OUT": str(tmp_path / "out")}
-        environment = {**os.environ, **folders, **variables}
-        file = FOLDER.parent / script
-        done = subprocess.run(["sh", file], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            ["sh", FOLDER.parent / script, *arguments],
+            env={**os.environ, **folders, **variables},
+            capture_output=True,
+            text=True,
+        )
         return done, notes.read_text().splitlines()
 
     return run
+
+
+def test_every_command_of_the_scripts_is_one_that_kvcat_takes(shell, tmp_path):
+    peers = str(tmp_path / "out")
+    texts = {"TEXT": "a", "BOOKS": "b", "TECH": "t", "QA": "q"}
+    variants = re.findall(r"^  ([a-z-]+)\) options", (FOLDER / "branch.sh").read_text(), re.M)
+    runs = [shell("all.sh", SCALE="small"), shell("all.sh"), shell("all.sh", GPUS="1")]
+    runs += [shell("peers/compare.sh"), shell("price/compare.sh", PEERS=peers)]
+    runs += [shell("scale/scratch.sh"), shell("scale/curve.sh")]
+    runs += [shell("smollm2/gpu.sh", **texts)]
+    runs += [shell("gpu.sh", PART=name) for name in ("train", "long")]
+    runs += [shell("smollm2/branch.sh", variant, **texts) for variant in variants]
+    runs += [shell("smollm2/evaluate.sh", "control-s0", "rand-w1-s0", **texts)]
+    assert len(variants) == 10
+    calls = set()
+    for run, notes in runs:
+        assert run.returncode == 0, run.stderr
+        calls |= {call.partition("-m kvcat ")[2] for call in notes if "-m kvcat " in call}
+    assert len(calls) > 200
+    for call in sorted(calls):
+        parsed_options(tuple(call.split()))
 
 
 def test_a_queue_with_a_form_that_does_not_exist_trains_nothing(shell, tmp_path):
