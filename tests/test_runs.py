@@ -2,9 +2,11 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -218,6 +220,14 @@ def test_slots_of_a_run_with_masked_suffixes_are_kept_by_the_dense_pass_as_in_tr
         is_kept[0] = True
         assert torch.equal(kept[start], is_kept)
         assert not is_kept.all()
+
+
+def test_a_run_without_routers_has_none_to_show(tmp_path, monkeypatch, tiny_folder):
+    (tmp_path / "export").symlink_to(tiny_folder)
+    values = {"model": str(tiny_folder), "output": str(tmp_path), "policy": "random"}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_groups": 1}))
+    monkeypatch.setattr(sys, "argv", ["hidden.py", str(tmp_path), "--data", "none"])
+    assert refusal(script("hidden").main) == f"{tmp_path} has no routers: its policy is random"
 
 
 def test_a_document_shorter_than_a_window_has_no_gradient_of_a_window():
