@@ -21,6 +21,7 @@ from typing import Any
 import pandas as pd
 import torch
 from torch.nn.functional import pad
+from windows import long_texts
 
 import kvcat
 from kvcat.compress import Trace
@@ -45,8 +46,7 @@ def document(tokenizer: Any, text: str) -> torch.Tensor:
 
 def pairs(tokenizer: Any, path: Path, num_windows: int, seed: int) -> Iterator[list[torch.Tensor]]:
     """Documents of two different texts each."""
-    table = pd.read_parquet(path).sort_values("id")
-    texts = [text for text in table["text"] if len(text) > 60_000]
+    texts = long_texts(path, 60_000, 2)
     draw = random.Random(seed)
     for _ in range(num_windows):
         yield [document(tokenizer, text) for text in draw.sample(texts, 2)]

@@ -38,6 +38,7 @@ from named_models import NamedModel, add_record_options, for_each_model
 from questions import DIGITS, LINE, NAMES, QUESTION, right, share
 from tqdm import tqdm
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from windows import long_texts
 
 import kvcat
 from kvcat.cache import CompactCache
@@ -58,10 +59,9 @@ DENSE = ("joint", "apart", "apart, no seam")
 COMPACT = ("joint", "apart", "apart, no seam", "apart, refit", "truncated")
 
 
-def books(path: Path) -> list[str]:
-    """A part of each long book behind its first pages."""
-    table = pd.read_parquet(path).sort_values("id")
-    return [text[FIRST_CHARACTER:CHARACTERS] for text in table["text"] if len(text) > CHARACTERS]
+def books(path: Path, least: int) -> list[str]:
+    """A part of each long book behind its first pages; there must be so many at least."""
+    return [text[FIRST_CHARACTER:CHARACTERS] for text in long_texts(path, CHARACTERS, least)]
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,7 @@ def run(named: NamedModel, options: argparse.Namespace) -> None:
     """Ask one model what is not asked yet, and print its table."""
     records = named.records(options.out)
     known = {(record["document"], record["condition"], record["keep"]) for record in records}
-    texts = books(options.data)
+    texts = books(options.data, max(options.sizes))
     model = named.load_for(options.out)
     sets = [
         DocumentSet(named.tokenizer, texts, size, options.length, options.seed, index)

@@ -242,7 +242,7 @@ def report(records: list[dict], methods: list[str], keeps: list[float], ways: li
 def report_kinds(records: list[dict], method: str, keeps: list[float]) -> None:
     """Markdown: mean KL of one method by kind of text, later and on a document alone."""
     frame = pd.DataFrame([record for record in records if record["method"] == method])
-    if frame.kind.nunique() < 2:
+    if frame.empty or frame.kind.nunique() < 2:
         return
     print("\n" + " | ".join([f"| `{method}` by kind", *(f"{100 * k:g} %" for k in keeps)]) + " |")
     print("|---" * (len(keeps) + 1) + "|")
@@ -327,6 +327,11 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     for method in options.methods:
         method_of(method, options.peer)  # an unknown method is rejected before a model is loaded
+    if not any(makes_cache(method, way) for method in options.methods for way in options.ways):
+        raise InputError(
+            f"{', '.join(options.methods)} makes no cache of its own in the way "
+            f"{', '.join(options.ways)}: add --ways suffix"
+        )
     models = parse_models(options.model)
     windows = stored(options.out, options, SUFFIX, [encoder(model.tokenizer) for model in models])
     done = options.out / RECORDS

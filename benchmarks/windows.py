@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import pandas as pd
 from transformers import PreTrainedTokenizerBase
 
 from kvcat.data import open_documents, split_documents
@@ -116,6 +117,28 @@ def encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     opening = opening_ids(tokenizer)
     encode = TextEncoder(tokenizer)
     return lambda text: [*opening, *encode(text)]
+
+
+def long_texts(path: Path, num_characters: int, least: int) -> list[str]:
+    """The texts of a Parquet table with more characters than that, in the order of their ids.
+
+    Raises:
+        InputError: no such table, or fewer such texts than ``least``.
+    """
+    try:
+        table = pd.read_parquet(path, columns=["id", "text"])
+    except (OSError, ValueError) as error:
+        line = str(error).partition("\n")[0]
+        raise InputError(
+            f"{path} is no Parquet table with the columns id and text: {line}"
+        ) from None
+    texts = [text for text in table.sort_values("id")["text"] if len(text) > num_characters]
+    if len(texts) < least:
+        raise InputError(
+            f"{path} has {len(texts)} texts of more than {num_characters:,} characters; "
+            f"{least} are needed"
+        )
+    return texts
 
 
 def half_of(document: str) -> str:

@@ -2,9 +2,11 @@
 
 import argparse
 import importlib.util
+import json
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +21,7 @@ from kvcat.cache import cache_argument
 from kvcat.training import TrainConfig
 from kvcat.training.objective import make_masked_pass
 from kvcat.training.plan import flops_per_token
+from page_commands import parsed_options
 from tiny import loud_model, refusal
 
 FOLDER = Path(__file__).parents[1] / "runs" / "smollm2"
@@ -39,6 +42,96 @@ def test_a_scale_that_does_not_exist_is_rejected_by_every_script_of_the_paper():
         run = subprocess.run(["sh", file], env=environment, capture_output=True, text=True)
         assert run.returncode in (1, 2), file.name
         assert run.stderr == "SCALE must be paper or small, not medium\n", file.name
+
+
+PYTHON = """#!/bin/sh
+echo "$*" >> NOTES
+case "$*" in *${FAILING:---has}*) exit 1 ;; esac
+while [ $# -gt 1 ]; do
+  case $1 in --output | --out) mkdir -p "$2/export"; echo "{}" > "$2/config.json" ;; esac
+  shift
+done
+"""
+
+
+@pytest.fixture
+def shell(tmp_path):
+    """Runs a script with a Python that notes its arguments and makes the folders that they name;
+    returns the run and the notes.
+    """
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    notes = tmp_path / "notes"
+    for name, text in {"python": PYTHON, "torchrun": 'shift 2; python "$@"\n'}.items():
+        (programs / name).write_text(text.replace("NOTES", str(notes)))
+        (programs / name).chmod(0o755)
+    folders = {
+        "PATH": f"{programs}:{os.environ['PATH']}",
+        "PYTHON": str(programs / "python"),
+        "OUT": str(tmp_path / "out"),
+    }
+
+    def run(script, *arguments, **variables):
+        notes.write_text("")
+        done = subprocess.run(
+            ["sh", FOLDER.parent / script, *arguments],
+            env={**os.environ, **folders, **variables},
+            capture_output=True,
+            text=True,
+        )
+        return done, notes.read_text().splitlines()
+
+    return run
+
+
+def test_every_command_of_the_scripts_is_one_that_kvcat_takes(shell, tmp_path):
+    peers = str(tmp_path / "out")
+    texts = {"TEXT": "a", "BOOKS": "b", "TECH": "t", "QA": "q"}
+    variants = re.findall(r"^  ([a-z-]+)\) options", (FOLDER / "branch.sh").read_text(), re.M)
+    runs = [shell("all.sh", SCALE="small"), shell("all.sh"), shell("all.sh", GPUS="1")]
+    runs += [shell("peers/compare.sh"), shell("price/compare.sh", PEERS=peers)]
+    runs += [shell("scale/scratch.sh"), shell("scale/curve.sh")]
+    runs += [shell("smollm2/gpu.sh", **texts)]
+    runs += [shell("gpu.sh", PART=name) for name in ("train", "long")]
+    runs += [shell("smollm2/branch.sh", variant, **texts) for variant in variants]
+    runs += [shell("smollm2/evaluate.sh", "control-s0", "rand-w1-s0", **texts)]
+    assert len(variants) == 10
+    calls = set()
+    for run, notes in runs:
+        assert run.returncode == 0, run.stderr
+        calls |= {call.partition("-m kvcat ")[2] for call in notes if "-m kvcat " in call}
+    assert len(calls) > 200
+    for call in sorted(calls):
+        parsed_options(tuple(call.split()))
+
+
+def test_a_queue_with_a_form_that_does_not_exist_trains_nothing(shell, tmp_path):
+    queue = tmp_path / "queue.txt"
+    queue.write_text("# form, tokens a parameter, steps, seed\ncontrol 1 3 1\n\nrand 1 3 2")
+    run, calls = shell("scale/curve.sh", QUEUE=str(queue))
+    trained = [re.findall("(?:--policy|--seed) ([^ ]*)", c) for c in calls if "kvcat train" in c]
+    assert (run.returncode, trained) == (0, [["control", "1"], ["random", "2"]])
+    queue.write_text("control 1 3 1\nrooter 1 3 1\n")
+    run, calls = shell("scale/curve.sh", QUEUE=str(queue))
+    assert (run.returncode, calls) == (2, [])
+    assert run.stderr == "no form rooter: see runs/scale/queue.txt\n"
+    run, calls = shell("scale/curve.sh", QUEUE=str(tmp_path / "none.txt"))
+    assert (run.returncode != 0, calls) == (True, [])
+    assert "none.txt" in run.stderr
+
+
+def test_a_failed_check_ends_the_script_of_the_gpu(shell, tmp_path):
+    texts = {"TEXT": "a", "BOOKS": "b", "PART": "check"}
+    run, calls = shell("smollm2/gpu.sh", FAILING="pytest", **texts)
+    assert run.returncode == 1
+    assert [call for call in calls if "benchmarks" in call] == []
+    run, calls = shell("smollm2/gpu.sh", **texts)
+    assert run.returncode == 0
+    assert sum("training.py" in call for call in calls) == 2
+    kept = sorted(file.stem for file in (tmp_path / "out").glob("*.txt"))
+    assert kept == [f"gpu-{x}" for x in ("attention", "solve", "tests", "training")] + [
+        "gpu-training-compiled"
+    ]
 
 
 def test_a_suffix_is_the_models_trace_only_where_the_same_model_wrote_the_prefix():
@@ -127,6 +220,14 @@ def test_slots_of_a_run_with_masked_suffixes_are_kept_by_the_dense_pass_as_in_tr
         is_kept[0] = True
         assert torch.equal(kept[start], is_kept)
         assert not is_kept.all()
+
+
+def test_a_run_without_routers_has_none_to_show(tmp_path, monkeypatch, tiny_folder):
+    (tmp_path / "export").symlink_to(tiny_folder)
+    values = {"model": str(tiny_folder), "output": str(tmp_path), "policy": "random"}
+    (tmp_path / "config.json").write_text(json.dumps({**values, "num_groups": 1}))
+    monkeypatch.setattr(sys, "argv", ["hidden.py", str(tmp_path), "--data", "none"])
+    assert refusal(script("hidden").main) == f"{tmp_path} has no routers: its policy is random"
 
 
 def test_a_document_shorter_than_a_window_has_no_gradient_of_a_window():

@@ -27,8 +27,12 @@ options() {
   esac
 }
 
+points=$(awk 'NF && $1 !~ /^#/' "$QUEUE")
+# a form that does not exist ends the command here: in the arguments of kvcat train, it would not
+echo "$points" | while read -r form _; do options "$form" > /dev/null; done
+
 is_recorded base@0 || judge base@0 kvcat-base "$OUT/base"
-grep -v '^#' "$QUEUE" | while read -r form per_parameter steps seed; do
+echo "$points" | while read -r form per_parameter steps seed; do
   name=$form-$per_parameter
   folder=$OUT/$name-s$seed
   if is_recorded "$name@$seed" < /dev/null; then continue; fi

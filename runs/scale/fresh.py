@@ -7,10 +7,11 @@ from transformers import AutoModelForCausalLM
 
 import kvcat
 from kvcat.errors import run_script
+from kvcat.models import save
 
 
 def main() -> None:
-    """Write the model and kvcat-base's tokenizer."""
+    """Write the model and kvcat-base's tokenizer, whole or not at all."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder")
     parser.add_argument("seed", type=int)
@@ -18,8 +19,7 @@ def main() -> None:
     model, tokenizer = kvcat.load("kvcat-base")
     torch.manual_seed(options.seed)
     fresh = AutoModelForCausalLM.from_config(model.config, dtype=torch.float32)
-    fresh.save_pretrained(options.folder)
-    tokenizer.save_pretrained(options.folder)
+    save(fresh, tokenizer, options.folder)
 
 
 if __name__ == "__main__":

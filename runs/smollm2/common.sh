@@ -10,6 +10,7 @@ STEPS=${STEPS:-256}             # 4,096 tokens each: a million tokens
 BATCH=${BATCH:-4}
 MICRO=${MICRO:-4}
 CHECKPOINT_EVERY=${CHECKPOINT_EVERY:-16}
+VALIDATION_EVERY=64
 # glibc keeps the blocks that a step frees: else the kernel may spend a fifth of the time on clearing them anew
 export MALLOC_MMAP_MAX_=${MALLOC_MMAP_MAX_:-0} MALLOC_TRIM_THRESHOLD_=${MALLOC_TRIM_THRESHOLD_:-17179869184}
 mkdir -p "$OUT"
@@ -22,9 +23,8 @@ tokens() {
   [ -e "$OUT/tokens/tokens.json" ] || kvcat prepare "${TEXT:?names the training text}" --model "$MODEL" -o "$OUT/tokens"
 }
 
-# continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common; an option that is
-# given twice has the later value. FORM, in place of kvcat train: only-WORDS (train_only.py), align-WEIGHT (align.py), or one
-# of runs/price/train.py
+# continue_pretraining FOLDER MODEL ARGUMENTS...: what adaptation and all branches have in common. FORM, in place of
+# kvcat train: only-WORDS (train_only.py), align-WEIGHT (align.py), or one of runs/price/train.py
 continue_pretraining() {
   folder=$1; from=$2; shift 2
   tokens
@@ -36,5 +36,5 @@ continue_pretraining() {
   esac
   python $train small --model "$from" --data "$OUT/tokens" --output "$OUT/$folder" --seq-len 1024 \
     --batch-size "$BATCH" --micro-batch-size "$MICRO" --dtype "$DTYPE" --device "$DEVICE" \
-    --validation-sequences 16 --validation-every 64 --checkpoint-every "$CHECKPOINT_EVERY" --compile "$@"
+    --validation-sequences 16 --validation-every "$VALIDATION_EVERY" --checkpoint-every "$CHECKPOINT_EVERY" --compile "$@"
 }

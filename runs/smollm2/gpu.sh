@@ -11,14 +11,20 @@ python -c "import kvcat.cli.train, kvcat.evals, kvcat.report"  # what is missing
 case ${PART:-} in "" | check | adapt | branches | evaluate | pack) ;; *) echo "no part $PART" >&2; exit 2 ;; esac
 part() { [ -z "${PART:-}" ] || [ "$PART" = "$1" ]; }
 branches=${BRANCHES:-control router:1 rand:1 rand-prefix:1 attn-reader:0.3}  # each with its weight
+# a command whose output is kept in a file and shown; it fails as the command does
+kept() {
+  file=$OUT/gpu-$1.txt; shift
+  "$@" > "$file" 2>&1 || { cat "$file"; exit 1; }
+  cat "$file"
+}
 if part check; then
-  python -m pytest -q -m gpu tests 2>&1 | tee "$OUT/gpu-tests.txt"
-  python benchmarks/attention.py --device cuda --dtype bfloat16 2>&1 | tee "$OUT/gpu-attention.txt"
+  kept tests python -m pytest -q -m gpu tests
+  kept attention python benchmarks/attention.py --device cuda --dtype bfloat16
   for compile in "" --compile; do
-    python benchmarks/training.py --device cuda --shape "$MODEL" --dtype bfloat16 --batch 16 $compile 2>&1 |
-      tee -a "$OUT/gpu-training.txt"
+    kept "training${compile:+-compiled}" python benchmarks/training.py --device cuda --shape "$MODEL" --dtype bfloat16 \
+      --batch 16 $compile
   done
-  python benchmarks/attention_matching.py --device cuda --model "$MODEL" 2>&1 | tee "$OUT/gpu-solve.txt"
+  kept solve python benchmarks/attention_matching.py --device cuda --model "$MODEL"
 fi
 if part adapt; then sh runs/smollm2/adapt.sh; fi
 if part branches; then for branch in $branches; do WEIGHT=${branch#*:} sh runs/smollm2/branch.sh "${branch%:*}"; done; fi

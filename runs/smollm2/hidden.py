@@ -90,6 +90,8 @@ def main() -> None:
     if masked_pass is None:
         parser.error(f"{options.run} has no masked pass")
     routers = options.run / "routers.safetensors"
+    if not routers.exists():
+        raise InputError(f"{options.run} has no routers: its policy is {config.policy}")
     content = routers.read_bytes()
     check_seal(content, routers)
     masked_pass.load_state_dict(safetensors.torch.load(content))

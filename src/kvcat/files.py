@@ -437,6 +437,8 @@ def make_folder(path: Path) -> None:
     """Make a folder and its parents; ``InputError`` if that is not possible."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise _is_file(path) from None
     except OSError as error:
         raise InputError(f"cannot make folder {path}: {error.strerror}") from None
 
@@ -461,9 +463,21 @@ def check_no_link(path: Path, folder: Path) -> None:
         )
 
 
+def check_no_file(folder: Path) -> None:
+    """Raise an ``InputError`` if an output folder's path is that of something else."""
+    if folder.exists() and not folder.is_dir():
+        raise _is_file(folder)
+
+
+def _is_file(path: Path) -> InputError:
+    """The error for a file where a folder will be written."""
+    return InputError(f"{path} is a file: name a folder to write")
+
+
 def check_new_folder(path: Path) -> None:
     """Raise an ``InputError`` if an output path exists and is not an empty folder."""
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+    check_no_file(path)
+    if path.exists() and any(path.iterdir()):
         raise InputError(f"output folder {path} is not empty")
 
 

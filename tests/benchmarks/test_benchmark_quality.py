@@ -131,3 +131,14 @@ def test_a_method_that_cannot_compress_the_model_is_left_out_and_the_others_go_o
     records = list(quality.run(named, [window, window], options, set()))
     assert [(record["method"], record["window"]) for record in records] == [("h2o", 0), ("h2o", 1)]
     assert capsys.readouterr().err.count("no-windows is left out: it compresses all") == 1
+
+
+def test_methods_that_make_no_cache_in_any_way_are_rejected_and_one_of_several_has_no_kinds(
+    tmp_path, monkeypatch, capsys
+):
+    words = "quality.py --model kvcat-base --data a=a --methods snapkv --ways self --out"
+    monkeypatch.setattr(sys, "argv", [*words.split(), str(tmp_path / "out")])
+    assert "snapkv makes no cache of its own in the way self" in refusal(quality.main)
+    assert not (tmp_path / "out").exists()
+    report_kinds(records_of("one", 0.01), "snapkv", [0.1])
+    assert capsys.readouterr().out == ""

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pandas as pd
 import pytest
-from windows import HALVES, Source, add_options, choose, encoder, half_of, stored
+from windows import HALVES, Source, add_options, choose, encoder, half_of, long_texts, stored
 
 from kvcat.errors import InputError
 from kvcat.files import append_jsonl
@@ -137,3 +137,16 @@ def test_a_window_begins_as_the_tokenizer_begins_a_text_and_spells_no_control_to
     window = chosen(folder)[0]
     tokens = window.tokens(encoder(tokenizer), 40)
     assert tokens == [bos, *tokenizer.encode(window.text, add_special_tokens=False)[:39]]
+
+
+def test_a_table_without_enough_long_texts_is_rejected(tmp_path):
+    path = tmp_path / "books.parquet"
+    pd.DataFrame({"id": ["b", "a", "c"], "text": ["b" * 9, "a" * 9, "c"]}).to_parquet(path)
+    assert long_texts(path, 8, 2) == ["a" * 9, "b" * 9]
+    assert refusal(long_texts, path, 8, 3).endswith(
+        "has 2 texts of more than 8 characters; 3 are needed"
+    )
+    pd.DataFrame({"text": ["a"]}).to_parquet(path)
+    (tmp_path / "rows.jsonl").write_text("{}")
+    for file in (path, tmp_path / "rows.jsonl", tmp_path / "none.parquet"):
+        assert "is no Parquet table with the columns id and text" in refusal(long_texts, file, 8, 1)

@@ -145,6 +145,7 @@ def test_values_after_one_option_equal_options_written_each_time(ratios, methods
         ("compress kvcat-bas --text t.txt -o c", "Hub cache (did you mean kvcat-base?), and"),
         ("compress kvcat-base --text /dev/zero -o c", "/dev/zero is not text: it has a zero byte"),
         ("widen m -o .", "output folder . is not empty"),
+        ("widen m -o /dev/null", "/dev/null is a file: name a folder to write"),
         ("widen m -o wide --gguf-type q8_0", "--gguf-type is for a .gguf file, and wide is a"),
         ("widen ./m -o W.GGUF --gguf-type q8_0", "folder ./m does not exist"),
         ("widen m -o wide --overwrite", "--overwrite is for a .gguf file, and wide is a folder"),

@@ -190,6 +190,9 @@ def test_a_complete_folder_is_left_as_it_is_and_one_of_something_else_is_rejecte
         prepare(corpus[0], byte_tokenizer(280), folder)
     with pytest.raises(InputError, match="is not empty and holds no prepared tokens"):
         prepare(corpus[0], tokenizer, tmp_path)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(InputError, match="file is a file: name a folder to write"):
+        prepare(corpus[0], tokenizer, tmp_path / "file")
     with pytest.raises(InputError, match="holds prepared tokens, not text"):
         open_documents(str(good))
 

@@ -96,7 +96,7 @@ def test_a_folder_of_something_else_or_that_cannot_be_written_is_left_alone(
     for output, message in (
         ("model", "is not empty and holds no run of ours"),
         ("notes", "is not empty and has no config.json"),
-        ("file", "file"),
+        ("file", "file is a file: name a folder to write"),
         ("file/below", "file/below"),
         ("/proc/runs/router", "cannot make folder /proc"),
     ):

@@ -36,6 +36,7 @@ from kvcat.files import (
     LOCK_FILE,
     WriteError,
     check_format,
+    check_no_file,
     check_no_links,
     expanded,
     one_writer,
@@ -295,7 +296,8 @@ def prepare(
         "max_tokens": max_tokens,
         "held_out_fraction": HELD_OUT_FRACTION,
     }
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    check_no_file(target)
+    if target.exists() and any(target.iterdir()):
         return _existing_index(target, settings)
     check_least(1, max_tokens=1 if max_tokens is None else max_tokens)
     work = target.with_name(f"{target.name}.partial")
