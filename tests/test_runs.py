@@ -84,6 +84,7 @@ def shell(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_every_command_of_the_scripts_is_one_that_kvcat_takes(shell, tmp_path):
     peers = str(tmp_path / "out")
     texts = {"TEXT": "a", "BOOKS": "b", "TECH": "t", "QA": "q"}
