@@ -2,6 +2,9 @@
 
 import csv
 import json
+from pathlib import Path
+
+import pytest
 
 from kvcat.cli.app import run
 from kvcat.cli.theory import parse_budget
@@ -57,3 +60,12 @@ def test_functions_and_lengths_may_be_named_one_by_one(tmp_path):
 def test_budgets_are_functions_of_the_prefix_length():
     budgets = {"2": [1, 2, 2, 2, 2], "n-1": [0, 1, 2, 3, 4], "n/2": [0, 1, 1, 2, 2], "0": [0] * 5}
     assert {text: [parse_budget(text)(n) for n in range(1, 6)] for text in budgets} == budgets
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder without new files")
+def test_a_folder_that_cannot_be_written_to_is_named_before_anything_is_computed(capsys):
+    for name in ("histogram", "theorem"):
+        assert run(["theory", name, "--out", "/proc"]) == 2
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err.startswith("kvcat: cannot write /proc/report.json: ")

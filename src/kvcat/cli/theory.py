@@ -10,7 +10,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from kvcat.errors import InputError, check_in, check_least, unknown_name
-from kvcat.files import atomic_write, make_folder, write_json
+from kvcat.files import atomic_write, check_writable, write_json
 from kvcat.option_types import Counts, Seed, Strings, flat
 from kvcat.provenance import provenance
 from kvcat.theory import theorem as t
@@ -67,7 +67,7 @@ def histogram(
     """
     lengths = sorted(set(flat(scaling) or _SCALING))
     _check_histogram_request(symbols, length, lengths)
-    make_folder(out)
+    check_writable(out / "report.json")
     checks = _verify_histograms(symbols, length)
     print(
         f"Histogram of {symbols} symbols, sequences of up to {length}, "
@@ -149,7 +149,7 @@ def theorem(
     names = list(dict.fromkeys(flat(function) or FUNCTIONS))
     _check_theorem_request(names, symbols, length, constant)
     slots = parse_budget(budget)
-    make_folder(out)
+    check_writable(out / "report.json")
     rows: list[dict[str, Any]] = []
     bounds: list[pd.DataFrame] = []
     for name in names:
