@@ -6,7 +6,8 @@
 
 ``records.csv.gz`` holds a row for every model, training seed, supervision, method, keep ratio and
 window; ``scratch.csv.gz`` those of the models trained from scratch. A model's name is
-FORM-TOKENS_PER_PARAMETER as in ``queue.txt``. Supervision ``suffix``: 768 + 256 tokens, caches
+FORM-TOKENS_PER_PARAMETER as in ``queue.txt``; a form with ``-kv`` at its end trains the weights of
+keys and values alone, and so does its control. Supervision ``suffix``: 768 + 256 tokens, caches
 fitted to the scored text as in the paper; ``reconstruction``: 384 + 128 tokens, caches made from
 the text alone.
 
@@ -91,10 +92,18 @@ def _check_windows(old: pd.DataFrame, new: pd.DataFrame) -> None:
             )
 
 
+def control_of(form: str) -> str:
+    """The control that a form is compared with: of those that train keys and values alone, one that
+    does so too.
+    """
+    return "control-kv" if form.endswith("-kv") and form != "control-kv" else "control"
+
+
 def compared(rows: pd.DataFrame, model: str, column: str) -> str:
     """A cell: the model against the control after as many tokens, with its 95 % interval."""
     metric, supervision, method = COLUMNS[column]
-    control = "control-" + model.rpartition("-")[2]
+    form, _, ratio = model.rpartition("-")
+    control = f"{control_of(form)}-{ratio}"
     rows = rows[(rows["supervision"] == supervision) & (rows["method"] == method)]
     rows = rows[rows["keep_ratio"] == KEEP_RATIO]
     seeds = [set(rows.loc[rows["model"] == name, "seed"]) for name in (model, control)]
@@ -125,7 +134,7 @@ def table(rows: pd.DataFrame) -> str:
     for form, ratio in sorted(order, key=lambda pair: float(pair[1])):
         model = f"{form}-{ratio}"
         seeds = set(rows.loc[rows["model"] == model, "seed"])
-        seeds &= set(rows.loc[rows["model"] == f"control-{ratio}", "seed"])
+        seeds &= set(rows.loc[rows["model"] == f"{control_of(form)}-{ratio}", "seed"])
         if seeds:
             cells = [compared(rows, model, column) for column in COLUMNS]
             printed.append(f"| {form} | {ratio} | {len(seeds)} | " + " | ".join(cells) + " |")

@@ -15,8 +15,8 @@ mkdir -p "$OUT"
 
 . runs/scale/judge.sh
 
-options() {
-  case $1 in
+options() {  # of kvcat train, for a form; with -kv at its end (trainer) the same
+  case ${1%-kv} in
     control) echo "--policy control" ;;
     router) echo "--policy router" ;;
     router-w*) echo "--policy router --mask-weight ${1#router-w}" ;;
@@ -24,6 +24,13 @@ options() {
     rand) echo "--policy random" ;;
     attn) echo "--policy attention" ;;
     *) echo "no form $1: see runs/scale/queue.txt" >&2; exit 2 ;;
+  esac
+}
+
+trainer() {  # what trains a form: all weights, or with -kv those of keys and values alone
+  case $1 in
+    *-kv) echo "runs/smollm2/train_only.py k_proj,v_proj" ;;
+    *) echo "-m kvcat train" ;;
   esac
 }
 
@@ -36,7 +43,7 @@ echo "$points" | while read -r form per_parameter steps seed; do
   name=$form-$per_parameter
   folder=$OUT/$name-s$seed
   if is_recorded "$name@$seed" < /dev/null; then continue; fi
-  kvcat train small --model kvcat-base --output "$folder" $(options "$form") \
+  python $(trainer "$form") small --model kvcat-base --output "$folder" $(options "$form") \
     --seq-len 1024 --batch-size 4 --max-steps "$steps" --warmup-steps $((steps * 3 / 200 + 1)) \
     --peak-lr 1e-4 --min-lr 5e-6 --seed "$seed" --validation-sequences 16 \
     --validation-every $((steps / 4 + 1)) --checkpoint-every 100 --log-every 10 --device "$DEVICE" \
