@@ -276,6 +276,18 @@ def test_the_curve_has_points_outside_the_queue_and_no_ratio_to_a_gain_of_nothin
     ]
 
 
+def test_a_form_that_trains_keys_and_values_alone_has_a_control_that_does(scripts):
+    curve = scripts["tables"].curve
+    rows = curve.read()
+    rows = rows[rows["model"].isin(["control-1", "router-1"]) & (rows["seed"] == "1")]
+    keys_values = rows.assign(model=rows["model"].str.replace("-1", "-kv-1"))
+    other = rows.loc[rows["model"] == "router-1"].assign(model="control-1")  # of the others
+    _, _, router, *_ = curve.table(rows).splitlines()
+    both = curve.table(pd.concat([keys_values, other], ignore_index=True)).splitlines()
+    assert both[-1] == router.replace("| router |", "| router-kv |")
+    assert both[-2].startswith("| control-kv | 1 | 1 | -")  # the control's loss is the lower one
+
+
 def test_windows_of_other_packages_are_not_added_to_the_curve(scripts, monkeypatch, tmp_path):
     """The curve's texts are the installed sources: with other packages they are other windows."""
     curve = scripts["tables"].curve
