@@ -238,7 +238,7 @@ def test_results_of_an_evaluation_whose_package_is_gone_are_named(tmp_path, caps
 
 EVALUATION_MODULE = """
 from dataclasses import dataclass
-from kvcat.evals import Evaluation, Metric, ReportFacts
+from kvcat.evals import Evaluation, Metric, ReportFacts, share_of_examples
 
 class NoDataclass(Evaluation):
     facts = ReportFacts(title="T", metrics=("nll",))
@@ -255,6 +255,18 @@ class NoSuchMetric(Evaluation):
 class OtherKL(Evaluation):
     facts = ReportFacts(title="T", metrics=("kl",))
     new_metrics = {"kl": Metric(label="KL", description="Another KL.")}
+
+def failed(right):
+    return 1.0 - right
+
+@dataclass(frozen=True, kw_only=True)
+class OtherShare(Evaluation):
+    facts = ReportFacts(title="T", metrics=("failed",))
+    new_metrics = {
+        "failed": share_of_examples(
+            label="f", description="F.", columns=("exact_match",), function=failed
+        )
+    }
 """
 
 
@@ -275,6 +287,7 @@ class OtherKL(Evaluation):
             "e",
             "OtherKL has a metric 'kl', but kvcat.evals.evaluations.",
         ),
+        ({"e": "evaluations_of_a_test:OtherShare"}, "e", "share 'failed' is the mean of the value"),
         (
             {"needle": "math:pi"},
             "needle",
@@ -291,9 +304,9 @@ def test_an_evaluation_that_does_not_fit_is_listed_and_gives_one_line(
     assert run(["eval", "--help"]) == 0
     assert f"eval {name} " in capsys.readouterr().out
     assert run(["eval", name, "kvcat-base", "--out", str(tmp_path / "out")]) == 2
-    message = capsys.readouterr().err
-    assert message in message
-    assert message.count("\n") == 1
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
     assert find_evaluation("suffix").facts.deciding == "kl"
     sys.modules.pop("evaluations_of_a_test", None)
 

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 
 from kvcat.errors import InputError
@@ -44,6 +45,14 @@ def test_each_part_of_the_key_makes_another_record():
     }
     keys = {dataclasses.replace(record(0), **{name: value}).key for name, value in changes.items()}
     assert len(keys | {record(0).key}) == len(changes) + 1
+
+
+def test_numbers_of_numpy_are_written_like_pythons(tmp_path):
+    made = dataclasses.replace(record(0), values={"kl": np.float32(0.5), "nll": np.int64(2)})
+    with ResultsFolder(tmp_path, CONFIG) as folder:
+        folder.append([made])
+    assert read_records(tmp_path) == [made]
+    assert made.values == {"kl": 0.5, "nll": 2.0}
 
 
 @pytest.mark.parametrize("cut", [1, 60])

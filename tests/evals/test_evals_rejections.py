@@ -171,8 +171,9 @@ def not_compressed(tmp_path):
     return evaluate(QATask((example,)), {"m": (tiny(0), None)}, ["first"], [0.5], tmp_path)
 
 
-def plan(methods=("first",), keep_ratios=(0.5,), seeds=(0,)):
-    return Plan.of(SuffixTask((window(),), "noise"), methods, keep_ratios, seeds=seeds)
+def plan(methods=("first",), keep_ratios=(0.5,), seeds=(0,), windows=None):
+    task = SuffixTask(windows or (window(),), "noise")
+    return Plan.of(task, methods, keep_ratios, seeds=seeds)
 
 
 def without_harness(monkeypatch, tokenizer):
@@ -186,6 +187,9 @@ def without_harness(monkeypatch, tokenizer):
     ("kl of example '0' of 'doc' is nan, not a number",
      lambda tmp_path: read_line(tmp_path, line(values={"kl": float("nan")}))),
     ("is '0.1', not a number", lambda tmp_path: read_line(tmp_path, line(values={"kl": "0.1"}))),
+    ("exact_match of example '0' of 'doc' is 1.5: a share is in",
+     lambda: dataclasses.replace(RECORD, values={"exact_match": 1.5})),
+    ("reserved name 'step'", lambda: dataclasses.replace(RECORD, values={"step": 1.0})),
     ("not a record: ValueError: it lacks",
      lambda tmp_path: read_line(tmp_path, '{"model": "base"}')),
     ("second, different record of example '0' of 'doc': base, first, keep",
@@ -214,6 +218,9 @@ def without_harness(monkeypatch, tokenizer):
     # what to evaluate
     ("^first at keep ratio 0.5 is given 2 times", lambda: plan(keep_ratios=(0.5, 0.2, 0.5))),
     ("^first at keep ratio 0.5 is given 2 times", lambda: plan(("first", "random", "first"))),
+    ("2 examples of document 'd' are called '0'", lambda: plan(windows=(window(), window()))),
+    ("document 'd' lies in two strata, '' and 'x'",
+     lambda: plan(windows=(window(), dataclasses.replace(window(name="1"), stratum="x")))),
     ("^a seed is given twice: 0, 1, 0", lambda: plan(("random",), seeds=(0, 1, 0))),
     # data
     ("a.jsonl cannot be read: JSONDecodeError",

@@ -160,6 +160,9 @@ def test_an_infinite_resample_counts_as_the_largest_and_an_infinite_figure_has_n
         assert estimate.high > ratio.value
     infinite = often.of_means(np.asarray, first) / often.of_means(np.asarray, np.zeros(6))
     assert np.isnan(often.estimate(infinite).low)
+    for place in (0, 3):  # whichever example is infinite, so is the mean
+        mean = often.mean(np.where(np.arange(6) == place, np.inf, first))
+        assert (mean.value, np.isnan(mean.low)) == (np.inf, True)
 
 
 def test_the_standard_errors_of_a_ratio_and_a_difference_are_those_of_the_delta_method():

@@ -419,6 +419,7 @@ def _configuration(
     if cells and not task.compresses:
         raise InputError(f"{task.evaluation} is evaluated without compression")
     check_least(1, **least_counts)
+    _check_names(task.examples)
     check_keep_ratios([keep_ratio for _, keep_ratio in cells])
     return {
         "evaluation": task.evaluation,
@@ -433,6 +434,24 @@ def _configuration(
         "batch_size": batch_size,
         "seeds": list(seeds),
     }
+
+
+def _check_names(examples: Sequence[Any]) -> None:
+    """``InputError`` for examples whose records could not be distinguished, or not be reported."""
+    stratum_of: dict[str, str] = {}
+    for (document, name), count in Counter((each.document, each.name) for each in examples).items():
+        if count > 1:
+            raise InputError(
+                f"{count} examples of document {document!r} are called {name!r}: their records "
+                "could not be distinguished"
+            )
+    for example in examples:
+        first = stratum_of.setdefault(example.document, example.stratum)
+        if first != example.stratum:
+            raise InputError(
+                f"document {example.document!r} lies in two strata, {first!r} and "
+                f"{example.stratum!r}"
+            )
 
 
 def _budgets(methods: Sequence[Method]) -> dict[str, dict[str, str]]:

@@ -174,17 +174,20 @@ class ClusterBootstrap:
         points = []
         seed_moves = []
         for column in columns:
-            offset = column.flat[0]  # keeps constant columns exactly constant
+            # keeps constant columns exactly constant
+            offset = column.flat[np.isfinite(column).argmax()]
+            offset = offset if math.isfinite(offset) else 0.0
             rows = np.atleast_2d(column) - offset  # (seeds, windows)
-            sums = np.bincount(self._document_of, weights=rows.mean(axis=0))
-            mean = _Mean(sums, sums @ self._counts / self._num_windows)
+            with np.errstate(invalid="ignore"):  # values may be infinite
+                sums = np.bincount(self._document_of, weights=rows.mean(axis=0))
+                mean = _Mean(sums, sums @ self._counts / self._num_windows)
+                seed_means = rows.mean(axis=1)
+                seed_moves.append(seed_means - seed_means.mean())
             means.append(mean)
             point = mean.values + offset
             # what rounding leaves of 0 would be divided by
             point[np.abs(point) < _ROUNDING * np.abs(column).max()] = 0.0
             points.append(point)
-            seed_means = rows.mean(axis=1)
-            seed_moves.append(seed_means - seed_means.mean())
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             values = np.asarray(function(*points), dtype=np.float64)
             slopes = tuple(_slope(function, points, index) for index in range(len(points)))

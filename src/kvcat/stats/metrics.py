@@ -117,15 +117,25 @@ _OWNERS = dict.fromkeys(METRICS, "kvcat.stats")
 def register_metrics(metrics: Mapping[str, Metric], owner: str) -> None:
     """Add the metrics of an evaluation to ``METRICS``; a second call has no effect.
 
-    Two evaluations may share a metric, but two metrics may not share a name.
+    Two evaluations may share a metric, but two metrics may not share a name. A share is the mean of
+    the value of its name; one by which models are not compared may be the first of two columns over
+    the second.
 
     Args:
         owner: the class of the evaluation, for error messages.
 
     Raises:
-        InputError: another evaluation has a different metric with one of these names.
+        InputError: another evaluation has a different metric with one of these names, or a share is
+            of other columns.
     """
     for name, metric in metrics.items():
+        of_values = (metric.columns or (name,)) == (name,) and metric.function is np.asarray
+        of_some = len(metric.columns) == 2 and metric.function is np.divide
+        if metric.share and not of_values and not (of_some and not metric.comparable):
+            raise InputError(
+                f"{owner}: the share {name!r} is the mean of the value of its name, without "
+                "columns and function"
+            )
         first_owner = _OWNERS.setdefault(name, owner)
         if first_owner == owner:
             METRICS[name] = metric

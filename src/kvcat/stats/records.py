@@ -8,8 +8,13 @@ from numbers import Real
 from typing import Any
 
 from kvcat.errors import InputError
+from kvcat.stats.metrics import METRICS
 
 Key = tuple[Any, ...]
+EXAMPLE = ["document", "example"]
+PLACE = ["label", "model", "run", "method", "keep_ratio", "step", "stratum", *EXAMPLE]
+"""The columns of a table of records that are not values."""
+_ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -17,7 +22,7 @@ class Record:
     """The values of one example for one model, method, keep ratio, step and seed.
 
     Raises:
-        InputError: a value is NaN.
+        InputError: a value is NaN, a share outside [0, 1], or called like a column of ``PLACE``.
     """
 
     model: str  # label; LABEL@SEED if there are several training runs
@@ -35,13 +40,20 @@ class Record:
     values: dict[str, float]  # by metric; shares are in [0, 1]
 
     def __post_init__(self) -> None:
+        place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
+        example = f"example {self.example!r} of {self.document!r}"
         for name, value in self.values.items():
+            if name in PLACE:
+                raise InputError(f"a value of {example} has the reserved name {name!r}: rename it")
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise InputError(f"{name} of example {self.example!r} is {value!r}, not a number")
             if math.isnan(value):
-                place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
-                example = f"example {self.example!r} of {self.document!r}"
                 raise InputError(f"{place}: {name} of {example} is {value}, not a number")
+            is_share = name in METRICS and METRICS[name].share
+            if is_share and not -_ROUNDING <= value <= 1.0 + _ROUNDING:
+                raise InputError(f"{place}: {name} of {example} is {value}: a share is in [0, 1]")
+        numbers = {name: float(value) for name, value in self.values.items()}  # NumPy's, for JSON
+        object.__setattr__(self, "values", numbers)
 
     @property
     def key(self) -> Key:

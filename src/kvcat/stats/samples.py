@@ -11,13 +11,12 @@ import pandas as pd
 from kvcat.errors import InputError
 from kvcat.stats.intervals import NO_ESTIMATE, Array, ClusterBootstrap, Draws, Estimate
 from kvcat.stats.metrics import METRICS
-from kvcat.stats.records import Record, models_of
+from kvcat.stats.records import EXAMPLE as EXAMPLE
+from kvcat.stats.records import PLACE, Record, models_of
 from kvcat.stats.shares import share
 
-EXAMPLE = ["document", "example"]
 SIZES = ("num_examples", "num_documents", "num_seeds")
 _NO_STEP = -1
-_PLACE = ["label", "model", "run", "method", "keep_ratio", "step", "stratum", *EXAMPLE]
 
 
 class Cell(NamedTuple):
@@ -157,7 +156,7 @@ def record_table(records: Iterable[Record]) -> pd.DataFrame:
             )
         )
     values = pd.DataFrame([record.values for record in records])
-    table = pd.DataFrame(places, columns=_PLACE).join(values)
+    table = pd.DataFrame(places, columns=PLACE).join(values)
     for metric in METRICS.values():
         for name, (first, second) in metric.products.items():
             if first in table and second in table:
@@ -192,7 +191,7 @@ def _values(rows: pd.DataFrame) -> pd.DataFrame:
     Values that some record lacks are dropped, and so are examples that some training run lacks.
     """
     complete = rows.dropna(axis=1)
-    names = [name for name in complete if name not in _PLACE]
+    names = [name for name in complete if name not in PLACE]
     return complete.groupby([*EXAMPLE, "run"])[names].mean().unstack("run").dropna()
 
 

@@ -88,9 +88,10 @@ def _swapped_figures(
     for column, other in zip(first, second, strict=True):
         sums = np.bincount(document_of, weights=column)
         other_sums = np.bincount(document_of, weights=other)
-        exchanged = swapped @ (other_sums - sums)
-        ours.append((sums.sum() + exchanged) / len(column))
-        theirs.append((other_sums.sum() - exchanged) / len(column))
+        with np.errstate(invalid="ignore"):  # values may be infinite
+            exchanged = swapped @ (other_sums - sums)
+            ours.append((sums.sum() + exchanged) / len(column))
+            theirs.append((other_sums.sum() - exchanged) / len(column))
     with np.errstate(divide="ignore", invalid="ignore"):
         return np.asarray(figure(*ours), float) - np.asarray(figure(*theirs), float)
 

@@ -15,6 +15,7 @@ import copy
 import hashlib
 import json
 import logging
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -408,8 +409,13 @@ def _without_closing(tokenizer: "PreTrainedTokenizerBase") -> "PreTrainedTokeniz
 
 
 def cloze_values(example: QAExample, scores: Sequence[float]) -> Values:
-    """The values of a question (``QATask``), from the log-likelihoods of its choices in nats."""
+    """The values of a question (``QATask``), from the log-likelihoods of its choices in nats.
+
+    If one is NaN, so are the values: none of the choices is known to be the most likely one.
+    """
     total = np.array(scores)
+    if np.isnan(total).any():
+        return dict.fromkeys(("acc", "acc_per_char", "nll_per_char"), math.nan)
     per_char = total / [len(text) for text in example.texts]
     return {
         "acc": float(total.argmax() == example.gold),
