@@ -101,6 +101,8 @@ def test_every_command_of_the_scripts_is_one_that_kvcat_takes(shell, tmp_path):
     for run, notes in runs:
         assert run.returncode == 0, run.stderr
         calls |= {call.partition("-m kvcat ")[2] for call in notes if "-m kvcat " in call}
+        only = [call.partition("train_only.py k_proj,v_proj ")[2] for call in notes]
+        calls |= {f"train {call}" for call in only if call}
     assert len(calls) > 200
     for call in sorted(calls):
         parsed_options(tuple(call.split()))

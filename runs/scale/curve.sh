@@ -16,7 +16,8 @@ mkdir -p "$OUT"
 . runs/scale/judge.sh
 
 options() {  # of kvcat train, for a form; with -kv at its end (trainer) the same
-  case ${1%-kv} in
+  set -- "${1%-kv}"
+  case $1 in
     control) echo "--policy control" ;;
     router) echo "--policy router" ;;
     router-w*) echo "--policy router --mask-weight ${1#router-w}" ;;

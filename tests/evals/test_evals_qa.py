@@ -199,12 +199,12 @@ def test_each_accuracy_has_a_different_argmax():
     assert values[0]["nll_per_char"] == 1.0
 
 
-@needs_harness
 def test_a_choice_whose_likelihood_is_not_a_number_leaves_none_of_the_values():
     question = example(0, ["x"] * 3, ["abc", "ab", "a"])
     assert all(map(math.isnan, cloze_values(question, [-1.0, math.nan, -2.0]).values()))
 
 
+@needs_harness
 @pytest.mark.parametrize(
     "file",
     [

@@ -30,14 +30,7 @@ from kvcat.compress.trace import (
 )
 from kvcat.errors import InputError, check_in, check_kind, check_least, check_one_of, whole
 from kvcat.memory import CHUNK_TOKENS, return_freed_memory
-from kvcat.models import (
-    Capture,
-    capture,
-    check_supported,
-    frozen,
-    layer_states,
-    positions_of,
-)
+from kvcat.models import Capture, capture, check_supported, frozen, layer_states, positions_of
 from kvcat.models.rounded import Rounded
 from kvcat.options import Supervision
 from kvcat.types import Float, Int, Tensor

@@ -30,7 +30,7 @@ from kvcat.policies import SparsificationPolicy
 from kvcat.types import Float, Int, Tensor
 
 _MAX_TOKENS = 16
-_PASSED: set[tuple[object, ...]] = set()  # what of a model counts for the test
+_PASSED: set[tuple[object, ...]] = set()  # _tested_parts of the models that passed
 
 
 class _FixedScores(SparsificationPolicy):
