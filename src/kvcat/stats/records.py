@@ -37,22 +37,24 @@ class Record:
     stratum: str  # group that is also reported separately; may be empty
     document: str  # name of the document, the unit that is resampled
     example: str  # name of the example within its document
-    values: dict[str, float]  # by metric; shares are in [0, 1]
+    values: dict[str, Any]  # a number by metric, kept as float; shares are in [0, 1]
 
     def __post_init__(self) -> None:
         place = f"model {self.model!r}, {self.method} at keep ratio {self.keep_ratio:g}"
         example = f"example {self.example!r} of {self.document!r}"
+        numbers: dict[str, float] = {}
         for name, value in self.values.items():
             if name in PLACE:
                 raise InputError(f"a value of {example} has the reserved name {name!r}: rename it")
             if isinstance(value, bool) or not isinstance(value, Real):
                 raise InputError(f"{name} of example {self.example!r} is {value!r}, not a number")
-            if math.isnan(value):
+            number = float(value)
+            if math.isnan(number):
                 raise InputError(f"{place}: {name} of {example} is {value}, not a number")
             is_share = name in METRICS and METRICS[name].share
-            if is_share and not -_ROUNDING <= value <= 1.0 + _ROUNDING:
+            if is_share and not -_ROUNDING <= number <= 1.0 + _ROUNDING:
                 raise InputError(f"{place}: {name} of {example} is {value}: a share is in [0, 1]")
-        numbers = {name: float(value) for name, value in self.values.items()}  # NumPy's, for JSON
+            numbers[name] = number
         object.__setattr__(self, "values", numbers)
 
     @property
