@@ -59,6 +59,7 @@ class SlotGate:
         self.prefix_len = prefix_len
         self.detach_prefix = detach_prefix
         self.decide = decide
+        self.reached_attention = False
 
     def keep_for(
         self,
@@ -69,6 +70,7 @@ class SlotGate:
         sinks: Tensor | None,
     ) -> Float[Tensor, "batch slots"]:
         """The slots that the masked rows see in this layer."""
+        self.reached_attention = True
         if self.keep is None:
             with torch.no_grad():
                 queries = queries.detach()

@@ -262,10 +262,14 @@ class MaskedPass(nn.Module):
         if prefix_len is not None:
             inputs = _suffix_again(input_ids, prefix_len)
         hidden = hidden_states(model, **inputs, use_cache=False, kv_pass=kv_pass)
-        # such a model (StableLM) would train on two dense passes without an error
+        # without an error such a model would train on two dense passes
+        complaint = None
         if sorted(kv_pass.scores) != self.group_starts:
-            reason = "keyword arguments do not reach its layers"
-            raise InputError(f"{type(model).__name__} is not supported: {reason}")
+            complaint = "keyword arguments do not reach its layers"
+        elif not all(gate.reached_attention for gate in kv_pass.gates.values()):  # StableLM
+            complaint = "its layers do not attend through transformers' attention interface"
+        if complaint is not None:
+            raise InputError(f"{type(model).__name__} is not supported: {complaint}")
         if prefix_len is None:
             dense, masked = hidden.split(batch)
         else:
