@@ -107,7 +107,6 @@ def test_a_finished_run_is_left_as_it_is_and_other_options_are_rejected_by_name(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "no form '': own-moments, projected"),
         (["own-moments", "nano"], "no recipe 'nano'"),
         (["own-moments", "small", "--policy", "control"], "own-moments needs a masked pass"),
         (["own-moments", "small", "--teacher", "frozen"], "needs a masked pass that the model"),
@@ -119,10 +118,8 @@ def test_a_finished_run_is_left_as_it_is_and_other_options_are_rejected_by_name(
 def test_what_a_form_does_not_have_is_rejected_before_the_run(
     price, monkeypatch, tmp_path, words, message
 ):
-    options = ["--model", "kvcat-base", "--output", str(tmp_path / "run")] if words[1:] else []
+    options = ["--model", "kvcat-base", "--output", str(tmp_path / "run")]
     monkeypatch.setattr("sys.argv", ["train.py", *words, *options])
-    if not words:
-        monkeypatch.setattr("sys.argv", ["train.py", "", "small", "--model", "kvcat-base"])
     with pytest.raises(kvcat.InputError, match=message):
         price.main()
     assert not (tmp_path / "run").exists()

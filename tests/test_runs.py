@@ -114,10 +114,11 @@ def test_a_queue_with_a_form_that_does_not_exist_trains_nothing(shell, tmp_path)
     run, calls = shell("scale/curve.sh", QUEUE=str(queue))
     trained = [re.findall("(?:--policy|--seed) ([^ ]*)", c) for c in calls if "kvcat train" in c]
     assert (run.returncode, trained) == (0, [["control", "1"], ["random", "2"]])
-    queue.write_text("control 1 3 1\nrooter 1 3 1\n")
-    run, calls = shell("scale/curve.sh", QUEUE=str(queue))
-    assert (run.returncode, calls) == (2, [])
-    assert run.stderr == "no form rooter: see runs/scale/queue.txt\n"
+    for form in ("rooter", "rooter-kv"):
+        queue.write_text(f"control 1 3 1\n{form} 1 3 1\n")
+        run, calls = shell("scale/curve.sh", QUEUE=str(queue))
+        assert (run.returncode, calls) == (2, [])
+        assert run.stderr == f"no form {form}: see runs/scale/queue.txt\n"
     run, calls = shell("scale/curve.sh", QUEUE=str(tmp_path / "none.txt"))
     assert (run.returncode != 0, calls) == (True, [])
     assert "none.txt" in run.stderr

@@ -16,7 +16,7 @@ After the form come the arguments of ``kvcat train``. One process, one micro-bat
 killed begins anew.
 """
 
-import sys
+import argparse
 import zlib
 from collections.abc import Sequence
 from dataclasses import replace
@@ -160,10 +160,8 @@ def checked(form: str, config: TrainConfig) -> TrainConfig:
     """The configuration, with one checkpoint at the end.
 
     Raises:
-        InputError: no such form, or a configuration that it does not have.
+        InputError: a configuration that the form does not have.
     """
-    if form not in FORMS:
-        raise InputError(f"no form {form!r}: {', '.join(FORMS)}")
     if config.policy == "control" or config.teacher != "self":
         raise InputError(f"{form} needs a masked pass that the model itself teaches")
     if config.micro_batch_size not in (None, config.batch_size):
@@ -179,11 +177,16 @@ def checked(form: str, config: TrainConfig) -> TrainConfig:
 
 def main() -> None:
     """Train and print the folder of the export."""
-    form, *arguments = sys.argv[1:] or [""]
-    config, dry_run = parse_config(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("form", choices=FORMS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of kvcat train")
+    options = parser.parse_args()
+    config, dry_run = parse_config(options.arguments)
     if dry_run:
         raise InputError("--dry-run is an option of kvcat train alone")
-    print(train(form, config))
+    print(train(options.form, config))
 
 
 if __name__ == "__main__":

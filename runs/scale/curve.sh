@@ -16,12 +16,12 @@ mkdir -p "$OUT"
 . runs/scale/judge.sh
 
 options() {  # of kvcat train, for a form; with -kv at its end (trainer) the same
-  set -- "${1%-kv}"
-  case $1 in
+  plain=${1%-kv}
+  case $plain in
     control) echo "--policy control" ;;
     router) echo "--policy router" ;;
-    router-w*) echo "--policy router --mask-weight ${1#router-w}" ;;
-    router-n*) echo "--policy router --router-noise ${1#router-n}" ;;
+    router-w*) echo "--policy router --mask-weight ${plain#router-w}" ;;
+    router-n*) echo "--policy router --router-noise ${plain#router-n}" ;;
     rand) echo "--policy random" ;;
     attn) echo "--policy attention" ;;
     *) echo "no form $1: see runs/scale/queue.txt" >&2; exit 2 ;;

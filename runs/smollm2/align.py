@@ -10,7 +10,7 @@ After it come the arguments of ``kvcat train``, with a prefix range. An output f
 with the same weight, which is in a file next to it. The record of a step has the loss as ``align``.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -65,20 +65,21 @@ def align(weight: float) -> None:
 
 def main() -> None:
     """Train and print the folder of the export."""
-    first, *arguments = sys.argv[1:] or [""]
-    try:
-        weight = float(first)
-    except ValueError:
-        raise InputError(f"the first argument is the weight of the loss, not {first!r}") from None
-    config, dry_run = parse_config(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("weight", type=float, help="of the loss")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of kvcat train")
+    options = parser.parse_args()
+    config, dry_run = parse_config(options.arguments)
     if dry_run:
         raise InputError("--dry-run is an option of kvcat train alone")
     if config.policy == "control" or config.prefix_range is None:
         raise InputError("the layers are compared after a hidden prefix: --prefix-range and a mask")
     if config.activation_checkpointing:
         raise InputError("a layer that runs twice would be counted twice")
-    check_form(Path(config.output), f"align {weight:g}")
-    align(weight)
+    check_form(Path(config.output), f"align {options.weight:g}")
+    align(options.weight)
     print(kvcat.train(config).export)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from kvcat.errors import run_script
+from kvcat.errors import InputError, run_script
 from kvcat.evals.records import read_records
 from kvcat.stats import holm, share, share_difference, sign_flip_p_value
 from kvcat.types import Float
@@ -134,12 +134,22 @@ def _mean_marks(
 
 
 def add(files: list[Path], names: dict[str, str], seed: str) -> None:
-    """Add answers to the records, and the base's to the same questions."""
+    """Add answers to the records, and the base's to the same questions.
+
+    Raises:
+        InputError: a label that the files, or a model that the tables, do not have.
+    """
     from question_set import judged, rows_of
 
     from kvcat.files import read_jsonl
 
     new = pd.concat([rows_of(read_jsonl(file)) for file in files])
+    for kind, words, known in (
+        ("label", names.keys(), set(new["model"])),
+        ("model", names.values(), MODELS.keys()),
+    ):
+        if missing := sorted(set(words) - set(known)):
+            raise InputError(f"no {kind} {', '.join(missing)}: there are {', '.join(known)}")
     new = new[new["model"].isin(names)].assign(seed=seed)
     new["model"] = new["model"].map(names)
     texts = dict.fromkeys(["asked", "answer", "kind"], str)

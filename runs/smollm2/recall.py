@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import kvcat
 from kvcat.compress.documents import INSTRUCTION
 from kvcat.data import open_documents
 from kvcat.errors import InputError, run_script
@@ -74,7 +73,7 @@ def main() -> None:
         raise InputError(f"{options.data} has no text of {options.seq_len} tokens")
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    print(f"{len(rows)} documents of kvcat {kvcat.__version__}: {options.output}")
+    print(f"{len(rows)} documents: {options.output}")
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ dense pass too; routers are trained. An output folder continues only with the sa
 in a file next to it.
 """
 
-import sys
+import argparse
 from pathlib import Path
 from typing import Any
 
@@ -52,13 +52,17 @@ def check_form(folder: Path, form: str) -> None:
 
 def main() -> None:
     """Train and print the folder of the export."""
-    names, *arguments = sys.argv[1:] or [""]
-    words = [word for word in names.split(",") if word]
-    config, dry_run = parse_config(arguments)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("words", help="with commas between them")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="those of kvcat train")
+    options = parser.parse_args()
+    config, dry_run = parse_config(options.arguments)
     if dry_run:
         raise InputError("--dry-run is an option of kvcat train alone")
-    check_form(Path(config.output), f"only {names}")
-    train_only(words)
+    check_form(Path(config.output), f"only {options.words}")
+    train_only([word for word in options.words.split(",") if word])
     print(kvcat.train(config).export)
 
 
