@@ -151,7 +151,16 @@ def test_the_self_test_notices_gates_log_bias_and_suffixes_that_attention_ignore
         def forward(self, *args, kv_gate=None, **kwargs):
             return super().forward(*args, **kwargs)
 
+    class WithoutGradient(type(attention)):
+        def forward(self, *args, kv_gate=None, **kwargs):
+            if kv_gate is not None:
+                kv_gate.keep = kv_gate.keep.detach()
+            return super().forward(*args, kv_gate=kv_gate, **kwargs)
+
     attention.__class__ = WithoutGate
+    with pytest.raises(InputError, match="not all of its layers attend"):
+        self_test(model)
+    attention.__class__ = WithoutGradient
     with pytest.raises(InputError, match="gate of one of its layers gets no gradient"):
         self_test(model)
 

@@ -268,7 +268,7 @@ def wrongly_rotated():
         for alone in (True, False)
     ),
     # models that the self-test rejects
-    ("StableLm.*do not attend through", lambda: self_test_of("stablelm")),
+    ("StableLm.*not all of its layers attend", lambda: self_test_of("stablelm")),
     ("FalconForCausalLM.*interface", lambda: self_test_of("falcon")),
     ("Gemma2ForCausalLM.*50",
      lambda: self_test_of("gemma2", head_dim=8, sliding_window=5, query_pre_attn_scalar=8)),
@@ -311,7 +311,7 @@ def wrongly_rotated():
      lambda: masked(loud_model(), with_parameters())),
     (r"prefix_len must be in \[1, 11\], not 0", lambda: hidden(0)),
     (r"prefix_len must be in \[1, 11\], not 12", lambda: hidden(12)),
-    ("StableLm.*do not attend through", lambda: hidden(model=tiny("stablelm"))),
+    ("StableLm.*not all of its layers attend", lambda: hidden(model=tiny("stablelm"))),
     ("closed", lambda: closed_pass().hidden(some_ids())),
     # tokens after a cache
     ("token 67 has no embedding",

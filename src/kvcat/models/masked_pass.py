@@ -267,7 +267,7 @@ class MaskedPass(nn.Module):
         if sorted(kv_pass.scores) != self.group_starts:
             complaint = "keyword arguments do not reach its layers"
         elif not all(gate.reached_attention for gate in kv_pass.gates.values()):  # StableLM
-            complaint = "its layers do not attend through transformers' attention interface"
+            complaint = "not all of its layers attend through transformers' attention interface"
         if complaint is not None:
             raise InputError(f"{type(model).__name__} is not supported: {complaint}")
         if prefix_len is None:
