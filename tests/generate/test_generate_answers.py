@@ -106,6 +106,26 @@ def test_an_answer_is_that_of_transformers_and_ends_at_its_length(loaded, cache)
     assert result.finish_reason == "length"
 
 
+def test_the_token_that_ends_an_answer_is_no_text_even_if_the_tokenizer_shows_it(
+    loaded, cache, monkeypatch
+):
+    model, tokenizer = loaded
+    ids = kvcat.question_ids(tokenizer, "the cat", cache=cache)
+    free = answer(model, tokenizer, cache.inputs(model, ids), Sampling(max_new_tokens=9))
+    end = free.ids[5]
+    before = free.ids[: free.ids.index(end)]
+    assert tokenizer.decode([end], skip_special_tokens=True)
+    monkeypatch.setattr(model.generation_config, "eos_token_id", [end])
+    for stop in ((), ("no such text",)):
+        pieces = []
+        sampling = Sampling(max_new_tokens=9, stop=stop)
+        inputs = cache.inputs(model, ids)
+        result = answer(model, tokenizer, inputs, sampling, on_text=pieces.append)
+        assert result.ids == [*before, end]
+        assert result.text == "".join(pieces) == tokenizer.decode(before, skip_special_tokens=True)
+        assert result.finish_reason == "stop"
+
+
 def test_sampling_repeats_with_its_seed(loaded, cache):
     model, tokenizer = loaded
     ids = kvcat.question_ids(tokenizer, "the cat", cache=cache)

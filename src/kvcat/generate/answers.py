@@ -21,7 +21,7 @@ class Answer:
     """A complete answer.
 
     Args:
-        text: the text, without a stop text.
+        text: the text, without a stop text or end-of-text token.
         ids: its tokens, with an end-of-text token if there is one.
         finish_reason: "stop" at an end-of-text token or a stop text, "length" at the largest number
             of tokens, "cancelled" if nobody waits for the answer any more.

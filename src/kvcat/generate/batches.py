@@ -211,7 +211,8 @@ class AnswerRow(Row):
     def take(self, token: int) -> None:
         """Take the next token, and complete the answer if it ends here."""
         super().take(token)
-        self._stream.take(token)
+        if token not in self._ends:  # which are no text, special tokens of the tokenizer or not
+            self._stream.take(token)
         is_cancelled = self._is_cancelled()
         self.is_done = self.is_done or self._stream.is_stopped or is_cancelled
         if not self.is_done:
