@@ -4,6 +4,7 @@ The checks cost a third of the tests' time. CI makes them; KVCAT_CHECK_TYPES=1 m
 """
 
 import os
+from collections import Counter
 
 THREADS = os.environ.get("KVCAT_TEST_THREADS", "1")
 os.environ.setdefault("OMP_NUM_THREADS", THREADS)  # of processes that tests start, too
@@ -21,8 +22,17 @@ from tiny import byte_tokenizer, write_texts, write_tiny_model  # noqa: E402
 torch.set_num_threads(int(THREADS))
 
 
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items):
-    """Begin with the longest tests, so that no worker waits for another one at the end."""
+    """Mark the cases that are slow, and begin with the longest tests, so that no worker waits for
+    another one at the end.
+    """
+    num_cases = Counter()
+    for item in items:
+        test = item.nodeid.partition("[")[0]
+        num_cases[test] += 1
+        if any(num_cases[test] > mark.args[0] for mark in item.iter_markers("slow_after")):
+            item.add_marker("slow")
     items.sort(key=lambda item: item.path.name != "test_readme.py")
 
 

@@ -152,7 +152,7 @@ def read_gguf(folder):
 @pytest.mark.parametrize(
     ("make", "read"),
     [
-        (make_tokens, read_tokens),
+        pytest.param(make_tokens, read_tokens, marks=pytest.mark.slow),
         (make_results, read_results),
         (make_checkpoint, read_checkpoint),
         (make_store, read_store),

@@ -179,6 +179,7 @@ def test_the_command_line_finds_methods_of_other_packages(example, tmp_path, cap
     assert "value-norm" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_an_evaluation_of_another_package_runs_with_methods_of_it_and_has_its_page(
     example, tmp_path, capsys
 ):

@@ -276,6 +276,7 @@ def test_the_curve_has_points_outside_the_queue_and_no_ratio_to_a_gain_of_nothin
     ]
 
 
+@pytest.mark.slow
 def test_a_form_that_trains_keys_and_values_alone_has_a_control_that_does(scripts):
     curve = scripts["tables"].curve
     rows = curve.read()

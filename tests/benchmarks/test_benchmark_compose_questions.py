@@ -1,5 +1,6 @@
 """The documents that questions are asked about."""
 
+import pytest
 from compose_questions import DocumentSet, records_of, report
 
 from tiny import byte_tokenizer, loud_model
@@ -34,6 +35,7 @@ def test_truncated_documents_have_as_many_tokens_as_the_slots():
     assert 0 <= round(0.5 * total) - len(documents.truncated(0.5)) <= 2
 
 
+@pytest.mark.slow
 def test_every_condition_is_asked_once_and_an_interrupted_set_goes_on(capsys):
     documents = set_of(2)
     model = loud_model(vocab_size=300, max_position_embeddings=2048)

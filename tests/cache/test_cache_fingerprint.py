@@ -275,6 +275,7 @@ def test_a_model_with_adapters_is_rejected_in_one_line_and_a_merged_one_is_anoth
     assert "another model" in refusal(cache.inputs, merged, ids)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch itself
 def test_wrappers_of_torch_are_rejected_by_name_and_a_model_compiled_in_place_is_not():
     model = loud_model("llama")

@@ -66,6 +66,7 @@ def error(logits, expected):
     return float((logits - expected).norm() / expected.norm())
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("kind", "length", "question"),
     [

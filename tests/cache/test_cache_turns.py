@@ -165,6 +165,7 @@ def test_a_question_in_chunks_is_answered_or_rejected_where_its_mask_is_wrong(mo
         assert made[:, FIRST.shape[1] :].tolist() == expected.tolist()
 
 
+@pytest.mark.slow
 def test_the_hooks_that_check_forwards_go_with_the_last_cache(model, cache):
     pasts = [cache.inputs(model, FIRST), cache.inputs(model, FIRST)]
     assert len(model.base_model._forward_pre_hooks) == 1
@@ -225,6 +226,7 @@ def test_activation_checkpointing_that_would_drop_the_cache_is_rejected(model, c
         assert torch.equal(kvcat.replay(model, cache, FIRST), expected)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy])
 def test_a_copy_of_a_cache_is_checked_like_the_cache_when_that_one_is_gone(
     model, stock, cache, copied

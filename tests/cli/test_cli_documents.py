@@ -95,6 +95,7 @@ def test_keep_one_answers_as_the_model_does_without_a_cache_plain_or_in_its_chat
     )
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     "settings",
     [
@@ -457,6 +458,7 @@ def test_info_shows_what_a_file_holds_and_rejects_damaged_and_other_files_in_one
     assert "no store of caches" in mistake("info", tmp_path)
 
 
+@pytest.mark.slow_after(1)
 @pytest.mark.parametrize(
     ("options", "settings"),
     [

@@ -82,6 +82,7 @@ def pair(double):
     return [kvcat.trace(double, ids, supervision="self") for ids in (A, B)]
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize("name", ROTARY)
 def test_whole_documents_composed_equal_keys_made_apart_by_transformers_at_their_new_positions(
     name,

@@ -47,6 +47,7 @@ FAMILIES = {
 }
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.slow if name == "beam" else []) for name in FAMILIES],

@@ -216,6 +216,7 @@ def test_heads_that_do_not_fill_bytes_are_rejected_before_the_fit(windows):
     assert "9 channels" in refusal(make_compressor("snapkv", bits=4), odd, num_slots=5)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("bits", [None, 8, FOUR])
 @pytest.mark.parametrize("num_bytes", [6_000, 8_000, 20_000])
 @pytest.mark.parametrize("protect", [[], [(0, 2), (7, 10)]])
@@ -248,6 +249,7 @@ def test_the_cache_is_a_value_that_load_gives_again(tmp_path, traced):
     assert torch.equal(*scores)
 
 
+@pytest.mark.slow
 def test_a_log_bias_that_overflows_where_keys_are_rounded_is_an_error(windows):
     model = loud_model()
     for name, weight in model.named_parameters():

@@ -120,6 +120,7 @@ def check_document(session, cache):
                 assert torch.equal(head.bias_or_zeros()[:count], expected.bias_or_zeros())
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("method", DOCUMENTS)
 def test_logits_after_a_document_are_those_of_its_cache_and_later_ones_leave_its_slots(
     model, tokenizer, method
@@ -324,6 +325,7 @@ def test_answers_in_a_template_are_those_to_the_whole_history(model, template):
     check_turns(model, tokenizer, cache, is_rewritten=template == REWRITING)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("kind", UNCOMPACTED)
 @pytest.mark.parametrize("chat", [False, True])
 def test_answers_of_models_without_compaction_are_those_to_the_whole_history(tokenizer, kind, chat):
@@ -397,6 +399,7 @@ def test_a_stop_text_is_no_part_of_the_history(model, tokenizer, chat):
     assert f"{answer.text}{end}a dog" in held
 
 
+@pytest.mark.slow
 def test_a_long_answer_is_compacted_on_the_way_and_its_draws_repeat_with_the_seed(model, tokenizer):
     cache = of_document(model)
     sampling = Sampling(temperature=3.0, max_new_tokens=60, seed=7)
@@ -411,6 +414,7 @@ def test_a_long_answer_is_compacted_on_the_way_and_its_draws_repeat_with_the_see
     assert answers[0] == answers[1]
 
 
+@pytest.mark.slow
 def test_a_stop_text_that_began_before_a_compaction_stays_in_the_history(model, tokenizer):
     cache = of_document(model)
     question = "the cat sees the old house and a"
@@ -445,6 +449,7 @@ def test_a_question_without_positions_leaves_the_session_as_it_was(model, tokeni
     assert first.text in tokenizer.decode(ids)
 
 
+@pytest.mark.slow
 def test_an_answer_that_fails_leaves_the_session_as_it_was(model, tokenizer):
     def interrupt(_):
         raise KeyboardInterrupt
@@ -465,6 +470,7 @@ def test_an_answer_that_fails_leaves_the_session_as_it_was(model, tokenizer):
         assert answers[0] == answers[1]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize("method", DOCUMENTS)
 def test_a_saved_session_with_a_document_continues_with_the_same_bits(
     model, tokenizer, tmp_path, method

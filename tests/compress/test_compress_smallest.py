@@ -70,6 +70,7 @@ def test_the_answer_is_that_of_trying_everything_where_the_kl_falls_and_good_whe
         smallest_cache(one, Eviction("first"), 0.1)
 
 
+@pytest.mark.slow
 def test_with_bits_all_slots_are_tried_first_and_what_they_miss_is_refused(one):
     method = make_compressor("attention-matching", bits=4)
     judge = split_supervision(one, 0.25)[1]

@@ -132,6 +132,7 @@ def small_model(name, dtype=torch.float64):
     return model
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("name", ALL)
 def test_an_evicted_cache_answers_as_transformers_with_a_mask_in_the_layers_of_full_attention(
     name,

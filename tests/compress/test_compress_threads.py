@@ -52,6 +52,7 @@ def plain(model, seed):
         return (model(input_ids=tokens(seed)).logits,)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("options", [{}, LONGROPE], ids=["llama", "longrope"])
 @pytest.mark.parametrize(
     ("first", "second"),

@@ -78,6 +78,7 @@ def test_a_document_that_fits_only_once_is_made_without_its_copy_and_its_row_say
     assert "supervision self" in Store(tmp_path / "checked").row("once").error
 
 
+@pytest.mark.slow
 def test_documents_in_pieces_have_the_caches_that_they_have_alone(
     loaded, compress, tmp_path, monkeypatch
 ):

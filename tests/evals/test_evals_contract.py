@@ -49,6 +49,7 @@ def test_every_evaluation_has_a_row():
     assert sorted(ROWS) == evaluation_names()
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("name", ROWS)
 def test_an_evaluation_records_the_metrics_that_it_shows_and_the_whole_cache_loses_nothing(
     name, loaded, texts, tmp_path

@@ -178,6 +178,7 @@ def test_a_killed_run_continues_to_the_same_records(
     assert len(run(models, windows, tmp_path)) == len(records)
 
 
+@pytest.mark.slow
 def test_shards_together_give_the_records_of_the_whole_to_the_last_bit(
     finished, models, windows, tmp_path
 ):

@@ -163,9 +163,8 @@ def drawn(model, shift, seed=3):
 
 def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metric():
     records = drawn("kvcat", -0.01) + drawn("control", 0.0, seed=4)
-    table = compare_models(
-        records, "control", primary={"method": "first", "keep_ratio": 0.4, "metric": "kl"}
-    )
+    primary_cell = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}
+    table = compare_models(records, "control", primary=primary_cell, num_resamples=99)
     assert table.primary.sum() == 1
     (primary,) = table[table.primary].itertuples()
     assert (primary.keep_ratio, primary.metric, primary.stratum) == (0.4, "kl", "")
@@ -176,7 +175,9 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
     assert nll.p_holm.min() == pytest.approx(min(1.0, 2 * nll.p.min()))
     for r in records:  # the dense model's loss, the same at both keep ratios, is one test
         r.values["nll_dense"] += 0.01 * math.sin(int(r.example) + (r.model == "control"))
-    dense = compare_models(records, "control").query("stratum == '' and metric == 'nll_dense'")
+    dense = compare_models(records, "control", num_resamples=99).query(
+        "stratum == '' and metric == 'nll_dense'"
+    )
     assert 0.0 < dense.p.max() < 0.9
     assert dense.p_holm.tolist() == dense.p.tolist()
     whole = [
@@ -185,11 +186,11 @@ def test_holm_leaves_the_primary_cell_alone_and_corrects_the_others_of_its_metri
         if r.keep_ratio == 0.1
     ]
     with_baseline = compare_models(
-        records + whole, "control"
+        records + whole, "control", num_resamples=99
     )  # baselines do not count among the methods
     assert (
         with_baseline[with_baseline.method == "first"].p_holm.tolist()
-        == compare_models(records, "control").p_holm.tolist()
+        == compare_models(records, "control", num_resamples=99).p_holm.tolist()
     )
     steps = [dataclasses.replace(r, step=step) for r in records for step in (5, 9)]
     primary = {"method": "first", "keep_ratio": 0.4, "metric": "kl"}

@@ -14,6 +14,7 @@ from kvcat.models import capture, decoder_layers, logits_from_hidden, output_gai
 from kvcat.models.exact_copy import StaysDouble
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_a_capture_in_chunks_is_that_of_one_forward_and_of_the_stock_model(kind):
     model = supported(kind)

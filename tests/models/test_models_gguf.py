@@ -51,6 +51,7 @@ def check_against_llama_cpp(path, length, num_ctx=1024):
     return model, ids
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(
     ("settings", "tensors"),
     [
@@ -105,6 +106,7 @@ def test_beyond_the_original_context_longrope_uses_the_long_factors(tmp_path):
     check_against_llama_cpp(tmp_path / "m.gguf", 200, num_ctx=256)
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("kind", "options"),
     [

@@ -69,6 +69,7 @@ def test_a_model_is_tested_once_for_its_configuration_classes_and_dtype(monkeypa
         assert "not all of its layers attend" in refusal(check_supported, changed)
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize("dtype", HALF)
 @pytest.mark.parametrize("kind", ["qwen2", "llama", "gemma", "qwen2_moe"])
 def test_models_with_large_activations_are_supported_in_half_precision(kind, dtype):
@@ -93,6 +94,7 @@ def test_models_with_large_activations_are_supported_in_half_precision(kind, dty
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("kind", SUPPORTED)
 def test_every_supported_family_passes_in_every_dtype(kind, dtype):

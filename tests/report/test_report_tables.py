@@ -86,6 +86,7 @@ def test_quality_is_the_mean_over_examples_with_its_verdict_against_the_control(
     assert set(quality_table(folders["longbench"], "gradient").frame["steps"]) == {"20", "100"}
 
 
+@pytest.mark.slow
 def test_rows_over_unequal_numbers_of_examples_show_their_number(tmp_path):
     records = [
         r for r in made_up_records(num_documents=4) if r.model != "kvcat" or r.document != "d3"
@@ -185,6 +186,7 @@ def test_a_table_as_csv_has_values_and_intervals_in_full_precision(folders):
     assert list(written["model"]) == list(table.frame["model"])
 
 
+@pytest.mark.slow
 def test_one_named_cell_is_primary_and_only_the_others_are_corrected(tmp_path):
     primary = {"method": "snapkv", "keep_ratio": 0.2, "metric": "kl"}
     results = read_results(
@@ -245,6 +247,7 @@ def test_strata_have_a_row_each_and_one_for_all(folders):
     assert row_of(table, keep="50 %", depth="all")["n"] == "60"
 
 
+@pytest.mark.slow
 def test_qa_averages_are_means_over_tasks_with_the_interval_of_independent_tasks(folders):
     table = strata_table(read_results(folders["qa"].folder, "Qwen2.5-0.5B"), "dense")
     tasks = {}
@@ -338,6 +341,7 @@ def test_models_of_different_types_and_records_of_different_versions_are_named(t
     )
 
 
+@pytest.mark.slow
 def test_a_model_without_one_of_the_tasks_has_no_average_over_them(tmp_path):
     lacking = ("kvcat", "arc_challenge")
     records = [r for r in MADE_UP["qa"]() if (r.model, r.stratum) != lacking]
@@ -405,6 +409,7 @@ def test_costs_are_per_example_and_relative_to_the_dense_cache(folders):
     assert row["KL"].value == quality["KL"].value
 
 
+@pytest.mark.slow
 def test_models_that_cannot_do_the_task_are_labelled_in_every_table(tmp_path):
     results = read_results(
         write_results(tmp_path / "r", made_up_longbench(skill=0.25), "longbench")

@@ -86,6 +86,7 @@ def test_compression_is_judged_against_the_best_other_method(tmp_path, snapkv, t
     assert size in answers[1]
 
 
+@pytest.mark.slow_after(2)
 @pytest.mark.parametrize(
     ("kl", "dense", "begins"),
     [

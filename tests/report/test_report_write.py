@@ -26,6 +26,8 @@ from kvcat.report.figures import file_names
 from kvcat.report.plots import COLOURS, line_style
 from tiny import refusal
 
+pytestmark = pytest.mark.slow  # whole pages with all their plots
+
 DRAWS = 200
 VOID = {"meta", "link", "br", "img", "wbr", "input"}
 
@@ -160,7 +162,6 @@ def folder(tmp_path_factory):
     )
 
 
-@pytest.mark.slow
 def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_figures(
     folder, tmp_path
 ):
@@ -187,7 +188,6 @@ def test_folders_of_one_name_get_sections_and_a_report_on_one_model_shows_its_fi
         assert expected_text in text
 
 
-@pytest.mark.slow
 def test_methods_and_folders_whose_names_differ_in_signs_alone_have_files_of_their_own(tmp_path):
     records = made_up_records(MODELS[:2], 2, ("snapkv",))
     labels = ("a:b", "a b", "A-b")
@@ -210,7 +210,6 @@ def sentences(page):
     return re.findall(r'<p class="verdict">(.*?)</p>', page.read_text(), flags=re.DOTALL)
 
 
-@pytest.mark.slow
 def test_the_page_begins_with_one_sentence_on_the_outcome(report, tmp_path):
     folder = write_results(tmp_path / "alone", made_up_records(("base",), 6, METHODS))
     of_models = sentences(report)
@@ -243,7 +242,6 @@ def test_a_share_is_in_per_cent_in_the_sentence_and_has_one_unit_in_the_caption(
     assert not any("()" in caption.read_text() for caption in captions)
 
 
-@pytest.mark.slow
 def test_models_are_shown_even_if_another_one_was_stopped_in_its_baselines(tmp_path):
     records = made_up_needle(per_depth=4)
     stopped = [r for r in records if r.model == "base" and r.method in ("dense", "no-context")]
@@ -296,7 +294,6 @@ def test_what_cannot_be_reported_is_one_line_before_anything_is_written(folder, 
     assert not out.exists()
 
 
-@pytest.mark.slow
 def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     records = [
         r for r in made_up_records(num_documents=3, methods=("snapkv",)) if r.keep_ratio == 0.2
@@ -313,7 +310,6 @@ def test_a_run_of_one_step_and_perfect_compression_are_drawn(tmp_path):
     )
 
 
-@pytest.mark.slow
 def test_a_method_has_one_colour_in_all_sections(tmp_path):
     folders = []
     for name, methods in (("a", METHODS), ("b", METHODS[1:])):

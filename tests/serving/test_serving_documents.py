@@ -101,6 +101,7 @@ def test_a_token_that_sees_no_slot_of_a_document_has_no_attention_to_it():
     assert (document == 0).all()
 
 
+@pytest.mark.slow_after(4)
 @pytest.mark.parametrize(
     ("kind", "options"), [*FAMILIES.items(), ("llama", LLAMA3)], ids=lambda one: str(one)[:12]
 )

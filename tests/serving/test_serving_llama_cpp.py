@@ -56,6 +56,7 @@ def each_logits(engine, tokens):
     return torch.stack([engine.logits([token]) for token in tokens.tolist()])
 
 
+@pytest.mark.slow_after(9)
 @pytest.mark.parametrize("slots", ["equal", "unequal layers", "unequal heads"])
 @pytest.mark.parametrize(
     ("kind", "cache_type", "tolerance"),
@@ -213,6 +214,7 @@ def test_blocks_are_those_of_the_gguf_package(cache_type):
     assert torch.equal(made, expected)
 
 
+@pytest.mark.slow_after(3)
 @pytest.mark.parametrize(("cache_type", "tolerance"), [("q8_0", 0.5), ("q4_0", 5.0)])
 @pytest.mark.parametrize(
     ("kind", "wide"), [("qwen2", 32), ("llama", 32), ("qwen2", 64), ("llama", 96), ("llama", 128)]

@@ -358,6 +358,7 @@ def clustered(generator, sizes, rate, correlation):
     return (generator.random(sum(sizes)) < np.repeat(rates, sizes)).astype(float)
 
 
+@pytest.mark.slow_after(6)
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("rate", [0.2, 0.5, 0.8])
 @pytest.mark.parametrize("correlation", [0.01, 0.1, 0.3])

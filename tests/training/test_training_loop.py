@@ -172,6 +172,7 @@ def test_the_control_is_plain_next_token_training(tiny_folder, texts_folder, new
         assert (trained[name] - parameter.detach()).norm() < 5e-4 * moved, name
 
 
+@pytest.mark.slow
 def test_runs_record_the_same_checksum_where_they_see_the_same_tokens(
     texts_folder, tiny_folder, new_run
 ):
@@ -288,6 +289,7 @@ def test_a_frozen_teacher_computes_in_the_type_of_the_run_with_exact_positions(
     assert {buffer.dtype for buffer in teacher.buffers()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_a_record_and_a_line_without_a_terminal_show_rates_norms_speed_and_the_remaining_time(
     tmp_path, capsys, new_run
 ):

@@ -194,6 +194,7 @@ def test_a_continuation_may_change_how_the_work_is_done_and_records_it(
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_neither_continued_nor_exported_with_another_model_in_the_place_of_its_first(
     tiny_folder, texts_folder, tmp_path, monkeypatch
 ):
