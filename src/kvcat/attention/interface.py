@@ -60,6 +60,7 @@ class SlotGate:
         self.detach_prefix = detach_prefix
         self.decide = decide
         self.reached_attention = False
+        """Whether a layer has asked for its slots; a model's own attention may drop the keyword."""
 
     def keep_for(
         self,
