@@ -6,6 +6,7 @@ import re
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -303,3 +304,25 @@ def test_windows_of_other_packages_are_not_added_to_the_curve(scripts, monkeypat
     with pytest.raises(InputError, match=f"{2 * num_windows} windows of reconstruction are not"):
         curve.add([tmp_path], file)
     assert len(curve.read(file)) == len(new)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ({"bose": "books-64"}, "no label bose: there are base"),
+        ({"base": "boks-64"}, "no model boks-64: there are base, books-64"),
+    ],
+)
+def test_answers_of_a_misspelt_label_or_model_are_not_left_out_in_silence(
+    scripts, monkeypatch, tmp_path, names, message
+):
+    answers = scripts["tables"].answers
+    monkeypatch.setattr(answers, "FILE", tmp_path / "recall.csv.gz")
+    rows = pd.DataFrame({"model": ["base"], "document": ["d"]})
+    monkeypatch.setitem(
+        sys.modules, "question_set", SimpleNamespace(rows_of=lambda _: rows, judged=0)
+    )
+    (tmp_path / "out.jsonl").touch()
+    with pytest.raises(InputError, match=message):
+        answers.add([tmp_path / "out.jsonl"], names, "1")
+    assert not answers.FILE.exists()
